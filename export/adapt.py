@@ -7,8 +7,8 @@ Inputs: ``support_x`` raw samples [S, *shape], ``support_y`` int64 [S], ``steps`
 rates are learned. Parameters are external initializers ``group/name``, rates ``rates/group.name``. Outputs:
 ``adapted/group/name`` for every parameter of the adapted groups.
 
-One gradient is traced here, by ``make_fx`` over autograd with a symbolic number of samples, and exported by torch's
-exporter with the additions of ``export.lowering``. ``export.loops`` builds the loops around it.
+One gradient is traced by ``export.trace``, with a symbolic number of samples. ``export.loops`` builds the loops around
+it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,13 @@ import numpy as np
 import onnx
 import torch
 from onnx import helper
-from onnx_ir import to_proto
-from onnx_ir.passes import common
-from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from export import gate
-from export.graph import IR_VERSION, OPSET, TRACED_SAMPLES, export_graph, quiet, root_cause, samples
+from export.graph import IR_VERSION, OPSET, TRACED_SAMPLES, export_graph, samples
 from export.loops import Loops
-from export.lowering import DECOMPOSED, TRANSLATED
+from export.trace import exported
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
@@ -62,11 +54,6 @@ GOLDEN_SHARE = 1e-3
 """How far the first golden step moves the weights, relative to their norm."""
 
 INSTEAD = "take a method of class means (proto), or one that adapts only the head"
-
-_CLEANUP_PASSES = (
-    common.IdentityEliminationPass, common.CommonSubexpressionEliminationPass, common.RemoveUnusedNodesPass,
-    common.ClearMetadataAndDocStringPass,
-)  # fmt: skip
 
 
 def with_adapt(graph: Graph, *, rates: bool, groups: tuple[str, ...] = MODEL_GROUPS) -> Graph:
@@ -171,52 +158,22 @@ def _gradient(
     """(graph from the parameters ``inputs``, samples and labels to the gradients of ``adapted``, summed over samples;
     the bytes that its operations output per sample)."""
 
-    def gradient(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    def gradient(*tensors: Tensor) -> Sequence[Tensor]:
+        *parameters, x, y = tensors
         w = dict(zip(inputs, parameters, strict=True))
         log_probabilities = torch.log_softmax(logits(w, x), 1)
         loss = -(log_probabilities * losses.one_hot(y, len(layout.classes), log_probabilities.dtype)).sum()
         return torch.autograd.grad(loss, [w[key] for key in adapted], allow_unused=True, materialize_grads=True)
 
     shapes = {f"{t.group}/{t.name}": t.shape for t in layout.tensors}
-    parameters, y = [torch.ones(shapes[key]) for key in inputs], torch.arange(len(x)) % len(layout.classes)
     names = [f"now/{key}" if key in adapted else key for key in inputs]
-    try:
-        with quiet(), sdpa_kernel(SDPBackend.MATH):
-            traced = _traced(gradient, parameters, x, y)
-            batch = torch.export.Dim("batch", min=1)
-            program = torch.export.export(
-                traced, (parameters, x, y), dynamic_shapes=([None] * len(inputs), {0: batch}, {0: batch}), strict=False
-            )
-            exported = torch.onnx.export(
-                program, dynamo=True, opset_version=OPSET, optimize=False, verbose=False,
-                input_names=[*names, "pass/x", "pass/y"], output_names=[f"gradient/{key}" for key in adapted],
-                custom_translation_table=TRANSLATED,
-            )  # fmt: skip
-    except Exception as error:  # torch raises whatever the model's code makes it raise
-        raise BundleError(
-            f"the gradient steps of the model '{layout.model}' cannot be exported: {root_cause(error)}", hint=INSTEAD
-        ) from error
-    if exported is None:
-        raise BundleError(f"the gradient steps of the model '{layout.model}' cannot be exported", hint=INSTEAD)
-    fold_constants(exported.model)
-    for cleanup in _CLEANUP_PASSES:
-        cleanup()(exported.model)
-    return to_proto(exported.model).graph, _bytes_per_sample(traced)
-
-
-def _traced(gradient: Callable[..., Any], parameters: list[Tensor], x: Tensor, y: Tensor) -> torch.fx.GraphModule:
-    """``gradient`` as a graph of torch operations, for any number of samples."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-
-    def fake(tensor: Tensor, first: DimDynamic) -> Tensor:
-        sizes = [first, *[DimDynamic.STATIC] * (tensor.ndim - 1)][: tensor.ndim]
-        return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-    leaves = [fake(parameter, DimDynamic.STATIC).requires_grad_() for parameter in parameters]
-    with mode, enable_python_dispatcher():
-        return make_fx(gradient, decomposition_table=DECOMPOSED)(
-            leaves, fake(x, DimDynamic.DYNAMIC), fake(y, DimDynamic.DYNAMIC)
-        )
+    parameters = [torch.ones(shapes[key], requires_grad=True) for key in inputs]
+    batch = {"pass/x": x, "pass/y": torch.arange(len(x)) % len(layout.classes)}
+    graph, traced = exported(
+        gradient, {**dict(zip(names, parameters, strict=True)), **batch}, [f"gradient/{key}" for key in adapted],
+        [tuple(batch)], f"the gradient steps of the model '{layout.model}'", INSTEAD,
+    )
+    return graph, _bytes_per_sample(traced)
 
 
 def _bytes_per_sample(traced: torch.fx.GraphModule) -> int:

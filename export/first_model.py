@@ -8,10 +8,13 @@ from typing import Any
 
 from export.graph import export_graph
 from export.method_steps import with_steps
+from export.train import export_train
 from fleet_core.algorithms.interface import Method
+from fleet_core.base.errors import BundleError
+from fleet_core.base.trees import Params
 from fleet_core.learning import models
-from fleet_core.model import graph_bundle
-from fleet_core.model.layout import InputSpec
+from fleet_core.model import graph_bundle, train_graph
+from fleet_core.model.layout import InputSpec, Layout
 
 
 def first(
@@ -36,3 +39,19 @@ def first(
         graph = with_steps(graph, method, hyper, weights, say)
     say(f"made and checked in {time.monotonic() - started:.1f} s")
     return graph_bundle.pack(graph), graph_bundle.weights_bytes(weights)
+
+
+def train_graph_of(
+    layout: Layout, method: Method, hyper: Any, initial: Params, *, seed: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> bytes:
+    """The graph with which devices train without torch, as bytes; empty if there is none, which ``say`` is told."""
+    started = time.monotonic()
+    say(f"exporting {layout.model}: train …")
+    try:
+        graph = export_train(layout, method, hyper, initial, seed)
+    except BundleError as error:
+        say(f"{error.what}: {error.hint}")
+        return b""
+    say(f"made and compared with torch in {time.monotonic() - started:.1f} s")
+    return train_graph.pack(graph)

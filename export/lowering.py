@@ -19,6 +19,8 @@ import onnxscript
 import torch
 from torch import Tensor
 
+import export.twice  # noqa: F401  declares metafleet.at_maxima
+
 aten = torch.ops.aten
 op: Any = onnxscript.opset18
 
@@ -259,6 +261,13 @@ def max_pool_backward(
     return op.Reshape(flat, shape)
 
 
+def at_maxima(x: Any, indices: Any) -> Any:
+    """metafleet.at_maxima in ONNX: the values of x at the ``indices`` of ``max_pool``."""
+    every = _ints(-1)
+    flat = op.GatherElements(op.Reshape(x, every), op.Reshape(indices, every), axis=0)
+    return op.Reshape(flat, op.Shape(indices))
+
+
 def left_over(
     sizes: Sequence[int], out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
@@ -297,4 +306,5 @@ TRANSLATED: dict[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     aten.max_pool3d_with_indices.default: max_pool,
     aten.max_pool3d_with_indices_backward.default: max_pool_backward,
+    torch.ops.metafleet.at_maxima.default: at_maxima,
 }

@@ -40,8 +40,8 @@ ROOMS: dict[str, Rows] = {
     "export": [],
     "fleet_core": [
         [("learning", "models, losses, training loop (torch)")],
-        [("personalization", "class means, heads, bundles"), ("data.partitions", "samples over devices"),
-         ("data.sets", "named data sets")],
+        [("training", "a round's steps, by any engine"), ("personalization", "class means, heads, bundles"),
+         ("data.partitions", "samples over devices"), ("data.sets", "named data sets")],
         [("algorithms.methods", "one page for each method"), ("data", "samples, episodes, time split"),
          ("power", "meters, joules by phase")],
         [("model", "layout, graphs, payloads"), ("data.readers", "csv, npz, ndjson, images"),

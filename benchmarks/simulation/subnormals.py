@@ -30,12 +30,13 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.storage import write_json
 from fleet_core.learning import local_training, models
 from fleet_core.model.layout import InputSpec
+from fleet_core.training.local_round import TrainResult
 
 CHARACTERS, LENGTH, WINDOWS = 81, 80, 20
 FORGET = (0.0, -0.5, -1.0, -2.0, -4.0)
 
 
-def step(forget: float, length: int = LENGTH) -> Callable[[], local_training.TrainResult]:
+def step(forget: float, length: int = LENGTH) -> Callable[[], TrainResult]:
     """One client's step from these weights, the same every time. length: characters per window."""
     method = METHODS["fedmeta-maml"]
     hyper = method.hyper(local_steps=1, support_batch=WINDOWS, query_batch=WINDOWS)

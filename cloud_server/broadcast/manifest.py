@@ -29,21 +29,22 @@ LISTED_IDS = 64
 class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
-    graph: the graph bundle's bytes. layout: of the model. max_upload_bytes: of the largest update. next_seq: the next
-    manifest's sequence number. now: Unix seconds. resting(): devices that are not asked today. packed(): whether every
-    device that is on reads manifests under zstd.
+    graph: the graph bundle's bytes. steps: those of the graph ``train``, if there is one. layout: of the model.
+    max_upload_bytes: of the largest update. next_seq: the next manifest's sequence number. now: Unix seconds.
+    resting(): devices that are not asked today. packed(): whether every device that is on reads manifests under zstd.
     """
 
     def __init__(
         self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher,
         codecs: RoundCodecs, *,
-        graph: bytes, layout: Layout, max_upload_bytes: int, next_seq: Callable[[], int], now: Callable[[], float],
+        graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int, next_seq: Callable[[], int],
+        now: Callable[[], float],
         resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], bool] = lambda: False,
     ):
         self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
         self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
         self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
-        self._graph, self._layout = graph, layout
+        self._graph, self._steps, self._layout = graph, steps, layout
         self._max_upload_bytes, self._next_seq, self._now = max_upload_bytes, next_seq, now
         self._resting, self._packed = resting, packed
         self._again: Callable[[], None] | None = None
@@ -102,6 +103,7 @@ class Manifests:
             open=is_open,
             per_device=listed,
             train=train,
+            steps=None if self._steps is None else self._models.blob(self._steps),
         )
         keep = {blob.id for blob in manifest.blobs()} | own | {*links}
         self._publisher.manifest(self._signer.sign(messages.encode(manifest, packed=self._packed())), keep)

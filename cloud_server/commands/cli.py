@@ -27,7 +27,10 @@ from fleet_core.protocol import topics
 
 if TYPE_CHECKING:
     from cloud_server.laboratory.compare.recordings import Model
+    from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.fleet_settings import FleetConfig, ModelSection
+    from fleet_core.base.trees import Params
+    from fleet_core.model.layout import Layout
 
 app = application()
 app.add_typer(server_app, name="server")
@@ -61,6 +64,8 @@ def demo(
         "--support-seconds", min=1e-3, help="Seconds of samples that a new device learns from; default: 300 for heart "
         "beats, 60 % of the device's time for a file.")] = None,
     meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
+    engine: Annotated[str, typer.Option(metavar="torch|onnx", help="What trains on the devices; onnx: without torch.")]
+    = "torch",
     as_json: JSON = False,
 ) -> None:
     """Run a broker, an aggregator and real agents on this machine, from training to personalized answers."""
@@ -70,7 +75,7 @@ def demo(
     options = Options(
         devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
         baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
-        codec=codec,
+        codec=codec, engine=engine,
     )
     shown = demonstration.run(options, out, broker, show=processes.say if as_json else print)
     if as_json:
@@ -97,8 +102,10 @@ def init(
     trial: Annotated[
         bool | None,
         typer.Option(help="Try models on the samples for about a minute and use the best; default: for a file, if no "
-                          "--model is given."),
+   "--model is given."),
     ] = None,
+    graph: Annotated[bool, typer.Option("--train-graph/--no-train-graph", help="Make the graph with which devices "
+                                        "train without torch.")] = True,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that has a fleet.toml."""
     from cloud_server.identity.create_fleet import create_fleet
@@ -112,7 +119,7 @@ def init(
     if data is not None:
         text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
-    made = create_fleet(fleet, text, _export)
+    made = create_fleet(fleet, text, _export, _export_train if graph else None)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
     for remark in made.remarks():
@@ -181,6 +188,15 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     hyper, _ = schema.read(method.hyper, settings.hyper)
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
                  method=method, hyper=hyper, say=processes.say)
+
+
+def _export_train(fleet: Fleet, layout: Layout, first: Params) -> bytes:
+    """The graph ``train``. Raises ConfigError if torch or onnx is not installed."""
+    try:
+        from export.first_model import train_graph_of  # needs torch and onnx
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
+    return train_graph_of(layout, fleet.method, fleet.hyper, first, seed=fleet.config.fleet.seed, say=processes.say)
 
 
 @app.command()

@@ -134,11 +134,18 @@ def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
     public_keys = ("serial", "issued_at", "expires_at")
     return {
         **schema.plain(device),
+        "engine": _engine(device),
         "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
         "pending": _pending(ledger).get(device.name),
         "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
         "resting": resting(ledger, time.time()).get(device.name),
     }
+
+
+def _engine(device: Device) -> str:
+    """What the device trains with, as its agent said when it came; empty if it has not come or does not train."""
+    engines = device.capabilities.get("engines") or (["torch"] if device.capabilities.get("train") else [])
+    return str(engines[0]) if device.capabilities.get("train") else ""
 
 
 def _pending(ledger: Ledger) -> dict[str, str]:

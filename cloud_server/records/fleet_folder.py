@@ -4,6 +4,7 @@
     fleet.key, fleet.pub  the signing key (mode 0600) and the public key for agents
     ca.key, ca.pem, …     certificates, and the broker's files in mosquitto/ (see ``identity.fleet_certificates``)
     graph.safetensors     graphs, layout and golden outputs, made once by ``metafleet init``
+    train.safetensors     the graph with which devices train without torch, if the method has one
     weights.safetensors   the first weights
     ledger.sqlite         rounds, devices, updates, bytes, joules, accuracy
     state/, spool/        checkpoints of closed rounds, verified updates of the open one

@@ -298,14 +298,16 @@ class Members:
 
 
 def inability(
-    presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False
+    presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True
 ) -> str | None:
     """Why a device cannot take part in rounds with this method, these codecs and a model of that size, or None. parts:
-    a round may train a part of the model."""
+    a round may train a part of the model. graph: the fleet has one for training without torch."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
         return f"does not train: {presence.cannot}" if presence.cannot else "does not train"
+    if presence.engines and not graph and "torch" not in presence.engines:
+        return f"does not train: it has no torch, and the fleet no graph for training with {method.name}"
     if 0 < presence.most < parameters:
         return f"does not train: {parameters} parameters are over its board's {presence.most}"
     if presence.methods.get(method.name) != method.version:

@@ -16,6 +16,7 @@ from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
 from cloud_server.identity.renewals import Renewals
 from cloud_server.identity.token_enrolment import Enrolments, open_tokens
+from cloud_server.records import training_graph
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
@@ -71,12 +72,13 @@ def assemble(
     settings, method = fleet.config.fleet, fleet.method
     graph = fleet.graph_bytes()
     layout = graph_bundle.unpack(graph).layout
+    steps = training_graph.read(fleet, layout)
     wire = layout.extended(method.down, method.shared)
     checkpoints = Checkpoints(fleet.folder / "state", log)
     spool = Spool(fleet.folder / "spool", wire, method.shared)
     cannot = partial(
         inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS),
-        parts=fleet.config.train.parts,
+        parts=fleet.config.train.parts, graph=steps is not None,
     )
     members = Members(ledger, everyone=settings.enrolment == "open", cannot=cannot, clock=clock, now=now, log=log)
     rule = RuleState(fleet, layout, ledger, checkpoints, members, log=log)
@@ -97,7 +99,7 @@ def assemble(
     models = ModelsDown(fleet, wire, publisher)
     served = ServedModels(fleet, wire, ledger, checkpoints, models, codecs)
     manifests = Manifests(
-        fleet, models, served, ledger, publisher, codecs, graph=graph, layout=layout,
+        fleet, models, served, ledger, publisher, codecs, graph=graph, steps=steps, layout=layout,
         max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
         resting=lambda: members.resting.keys(), packed=members.read_packed,
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cloud_server.records import training_graph
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Evaluation
@@ -24,7 +25,7 @@ from cloud_server.running import aggregator_process
 from cloud_server.running.child_processes import MAX_EXITS, ChildProcesses
 from cloud_server.running.demo_setup import Options, demo_fleet_toml, run_folder, write_devices
 from fleet_core.base import processes, schema, storage
-from fleet_core.base.errors import RoundError
+from fleet_core.base.errors import ConfigError, RoundError
 
 EVALUATE_S = 120.0
 VIEW_S = 0.5
@@ -101,14 +102,19 @@ def _create_fleet(options: Options, folder: Path, stopped: Callable[[], bool]) -
     if not (fleet_folder / "fleet.toml").exists():
         storage.write_atomic(fleet_folder / "fleet.toml", demo_fleet_toml(options).encode())
     processes.say("making the fleet: keys, graph and first weights (once, about ten seconds)")
-    command = processes.command("cloud_server.commands.cli", "init", str(fleet_folder))
+    graph = "--train-graph" if options.engine == "onnx" else "--no-train-graph"
+    command = processes.command("cloud_server.commands.cli", "init", str(fleet_folder), graph)
     finished = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if stopped():
         raise _Stopped
     if finished.returncode:
         why = finished.stderr.decode(errors="replace").strip()
         raise RoundError(f"'metafleet init {fleet_folder}' ended with exit code {finished.returncode}: {why}")
-    return Fleet.load(fleet_folder)
+    fleet = Fleet.load(fleet_folder)
+    if options.engine == "onnx" and not training_graph.path_of(fleet).exists():
+        why = finished.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"no device could train without torch: {why}", where="--engine", hint="leave it out")
+    return fleet
 
 
 def _watch(

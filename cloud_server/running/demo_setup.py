@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running.first_settings import fleet_toml, load_data, model_for
 from fleet_core.base import processes, schema, storage
 from fleet_core.base.errors import ConfigError, DataError
+from fleet_core.board.device_settings import ENGINES
 from fleet_core.data import heartbeat, samples, time_split
 from fleet_core.data.samples import Samples
 from fleet_core.protocol import topics
@@ -28,7 +29,7 @@ class Options:
 
     support_s: seconds that a new device learns from; None for 300 s of heart beats, and for a file the same share of
     the time as the devices that train. window, stride: to cut a file of readings. codec: as in
-    ``codec_catalogue.chosen``; None for the default.
+    ``codec_catalogue.chosen``; None for the default. engine: ``[train] engine`` of the devices that train.
     """
 
     devices: int = 8
@@ -43,6 +44,7 @@ class Options:
     window: int | None = None
     stride: int | None = None
     codec: str | None = None
+    engine: str = field(default="torch", metadata={"choices": ENGINES})
 
 
 def run_folder(options: Options, out: Path | None) -> Path:
@@ -86,6 +88,8 @@ def _free_folder(options: Options) -> Path:
 
 def demo_fleet_toml(options: Options, say: Callable[[str], None] = lambda text: None) -> str:
     """The run's fleet.toml. say: as in ``load_data``. Raises DataError or ConfigError for impossible options."""
+    if options.engine not in ENGINES:
+        raise ConfigError(f"there is no engine '{options.engine}'", where="--engine", expected=" or ".join(ENGINES))
     everything, spec = load_data(options.data, say, window=options.window, stride=options.stride)
     training, joining = _names(options, everything)
     for name in (*training, *joining):
@@ -147,7 +151,9 @@ def write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Pa
         home = homes[name] = folder / "devices" / name
         late = name in joining
         data = {"support_seconds": seconds} if late and seconds is not None else {}
-        train = {"enabled": not late}
+        train: dict[str, Any] = {"enabled": not late}
+        if options.engine == "onnx" and not late:
+            train["engine"] = "onnx"
         write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", data=data, train=train, **tables)
         if not (home / "samples.npz").exists():
             samples.save(home / "samples.npz", everything.of_client(name))

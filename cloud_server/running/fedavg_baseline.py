@@ -56,7 +56,7 @@ def run(folder: Path) -> None:
         own_data = {**schema.plain(own.data), "samples": samples}
         path = write_device_folder(
             fleet, own.device.name, place / "devices" / home.name, "mqtt://127.0.0.1:1883",
-            data=own_data, train=schema.plain(own.train),
+            data=own_data, train={**schema.plain(own.train), "engine": "torch"},
         )
         devices[own.device.name] = (path.parent, config.load(Settings, path))
     total = fleet.config.fleet.rounds

@@ -15,12 +15,15 @@ from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
+from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.compute.worker import Inline
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
 from edge_agent.rounds.costs import AgentCosts
 from fleet_core.base.errors import RoundError
 from fleet_core.board.device_settings import Settings
+from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 
@@ -82,7 +85,7 @@ def _evaluated(ledger: Ledger, round_number: int) -> set[str]:
 def _agent(
     broker: LoopbackBroker, home: Path, settings: Settings, clock: Clock, log: Callable[[str], None]
 ) -> Agent:
-    boot = secrets.token_hex(8)
+    boot, onnx = secrets.token_hex(8), settings.train.engine == "onnx"
     topic, payload = will(settings, boot)
     link = LoopbackLink(broker, settings.device.name, Will(topic, payload), max_queued=100_000)
     agent = Agent(
@@ -91,7 +94,8 @@ def _agent(
         link,
         service_of(home, settings),
         AgentCosts(),
-        InlineTrainer(),
+        Inline(GraphJobs().handle) if onnx else InlineTrainer(),
+        limits=Limits(settings.train.enabled, engines=("onnx",)) if onnx else None,
         boot=boot,
         clock=clock,
         log=lambda line: log(f"{settings.device.name}: {line}"),

@@ -161,7 +161,7 @@ def rows(examined: Examined) -> list[tuple[str, str, str]]:
         ("FLOP/s", _flop_per_s(None if board is None else board.compute),
          _flop_per_s(None if examined.speed is None else examined.speed.compute())),
         ("training", ("yes" if board.can.train else "no") if board else ABSENT,
-         "on" if limits.train else f"off: {limits.why}"),
+         f"on, engine {limits.engines[0]}" if limits.train else f"off: {limits.why}"),
         ("model parameters at most", _text(board and board.can.train_parameters), _text(limits.max_parameters)),
         ("batch at most", _text(board and board.can.train_batch), _text(limits.max_batch)),
     ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from edge_agent.commands import online_note
 from edge_agent.commands.watchdog import Watchdog
-from edge_agent.compute.worker import Trainer, TrainerProcess
+from edge_agent.compute.worker import ByEngine, Jobs, Threaded, Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.process_usage import own_usage
@@ -125,7 +125,21 @@ def _trainer(settings: Settings, limits: Limits, log: Callable[[str], None]) -> 
     if settings.train.enabled and not limits.train:
         log(f"{limits.why}: this device serves and does not train ('edge-agent doctor' says more)")
         return None
-    return None if importlib.util.find_spec("torch") is None else TrainerProcess(settings.train.threads)
+    train = settings.train
+    if not train.enabled and "torch" not in limits.engines:
+        return None  # a device that only answers personalizes by the graph ``adapt``
+    if "onnx" in limits.engines:
+        allocator.share()  # the trainer's thread uses what this one has freed
+    made: dict[str, Callable[[], Trainer]] = {
+        "torch": lambda: TrainerProcess(train.threads), "onnx": lambda: Threaded(partial(_graph_jobs, train.threads)),
+    }
+    return ByEngine({engine: made[engine]() for engine in limits.engines}) if limits.engines else None
+
+
+def _graph_jobs(threads: int) -> Jobs:
+    from edge_agent.compute.onnx_trainer import GraphJobs  # an agent without it saves the memory
+
+    return GraphJobs(threads)
 
 
 def _meter(home: Path, settings: Settings) -> Meter | None:

@@ -1,6 +1,7 @@
-"""The processes that compute, and ONNX Runtime.
+"""The processes and the thread that compute, and ONNX Runtime.
 
-``worker`` starts and watches child processes. ``trainer`` is the child that loads torch, ``adapter`` the one that runs
-the graph ``adapt``. ``update`` encodes a trained update. ``onnx_session`` opens a session from a graph and weights.
-``measure_speed`` measures FLOP/s.
+``worker`` starts and watches child processes and a thread. ``training_jobs``: what a trainer does. ``trainer`` is the
+child that loads torch, ``onnx_trainer`` trains without it, ``adapter`` is the child that runs the graph ``adapt``.
+``update`` encodes a trained update. ``onnx_session`` opens a session from a graph and weights. ``measure_speed``
+measures FLOP/s.
 """

@@ -109,14 +109,17 @@ def open_steps(graph_bytes: bytes, params: Params, *, threads: int = 1) -> Steps
     return run
 
 
-def open_function(graph_bytes: bytes, *, threads: int = 1) -> Steps:
-    """A function from the inputs to the outputs of a graph without weights. Raises BundleError."""
-    inner = _inference_session(graph_bytes, {}, threads)
+def open_function(graph_bytes: bytes, *, threads: int = 1, flushed: bool = False) -> Steps:
+    """A function from the inputs to the outputs of a graph without weights. flushed: its threads treat subnormal
+    numbers as zero. Raises BundleError."""
+    inner = _inference_session(graph_bytes, {}, threads, flushed=flushed)
     names = [output.name for output in inner.get_outputs()]
     return lambda inputs: dict(zip(names, inner.run(None, inputs), strict=True))
 
 
-def _inference_session(graph_bytes: bytes, weights: dict[str, Array], threads: int, *, arena: bool = False) -> Any:
+def _inference_session(
+    graph_bytes: bytes, weights: dict[str, Array], threads: int, *, arena: bool = False, flushed: bool = False
+) -> Any:
     """The runtime's session. It aliases ``weights``, which the caller must keep alive. arena: freed memory stays with
     the session, for gradient steps, which need the same arrays again and again until their process ends."""
     onnxruntime = runtime()
@@ -126,6 +129,8 @@ def _inference_session(graph_bytes: bytes, weights: dict[str, Array], threads: i
     options.enable_cpu_mem_arena, options.enable_mem_pattern = arena, False  # off: a batch's memory is freed
     if arena:  # the full level would block channels for pools only, and reordering costs more than that gains
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    if flushed:
+        options.add_session_config_entry("session.set_denormal_as_zero", "1")
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
     options.add_external_initializers(list(weights), values)
     try:

@@ -1,161 +1,31 @@
-"""The trainer: the only process on a device that loads torch. Reads jobs on standard input, answers on standard output.
-
-``train`` runs one round's local steps; ``adapt`` personalizes weights by gradient steps on the device's own samples.
-"""
+"""The trainer of the engine torch: the only process on a device that loads it."""
 
 from __future__ import annotations
 
 import os
-import resource
 import sys
-import time
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from edge_agent.compute import update
-from edge_agent.compute.worker import Done, Inline, Job, parse_frame, write_result
-from edge_agent.device.local_samples import LocalData
-from edge_agent.device.manifest_method import capped, cut, hyper_of, method_of, wire
-from edge_agent.device.slots import Slots
-from edge_agent.device.state import DeviceState, state_key
-from fleet_core.algorithms.interface import ClientState, Method, Payload
-from fleet_core.base import processes, schema, storage, trees
-from fleet_core.base.errors import FleetError, MessageError, StateError
+from edge_agent.compute.training_jobs import Order, TrainingJobs
+from edge_agent.compute.worker import Inline, Job, parse_frame, write_result
 from fleet_core.board import allocator
-from fleet_core.data.samples import Samples
-from fleet_core.learning import local_training, models, personal_model
-from fleet_core.model.encoded_update import method_state
-from fleet_core.model.layout import Layout
-from fleet_core.protocol.round_messages import Manifest
+from fleet_core.learning import models
+from fleet_core.learning.local_training import TorchEngine
 
 
-class TrainerJobs:
-    """Does jobs; keeps the model and the samples of the last one, so that a round costs its steps alone."""
+class TrainerJobs(TrainingJobs):
+    """Keeps the model of the last job, so that a round costs its steps alone."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._models: dict[str, torch.nn.Module] = {}
-        self._data: dict[str, Samples] = {}
 
-    def handle(self, job: Job) -> Done:
-        """The job's result; a failure is in its ``error``."""
-        try:
-            return self._handled(job)
-        except FleetError as error:
-            return Done(job.kind, {"disk": storage.is_disk_error(error)}, error=str(error))
-        except Exception as error:
-            return Done(job.kind, {}, error=f"{type(error).__name__}: {error}")
-
-    def _handled(self, job: Job) -> Done:
-        started_cpu = time.process_time()
-        header, arrays = {"train": self._train, "adapt": self._adapt}[job.kind](Order.read(job.header))
-        cost = {"cpu_s": time.process_time() - started_cpu, "peak_mib": peak_mib()}
-        return Done(job.kind, {**header, **cost}, arrays)
-
-    def _train(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trains one round; the update is left in the device's folder."""
-        manifest, key = order.manifest, state_key(order.manifest)
-        weights = order.weights("model", manifest.model.model)
-        before = order.home.state(key) or {}
-        broadcast = Payload(weights, manifest.scalars).beside(order.per_device())
-        result = self.round(order, broadcast, method_state(before))
-        update.keep(
-            order.home, order.life, manifest, order.layout, result.update, result.pending, before,
-            samples=result.samples, metrics={"loss": result.loss, **order.cut}, seed=order.seed,
-        )
-        return {
-            "loss": result.loss, "samples": result.samples, "steps": result.steps, "flops": result.flops,
-            "left_out": {str(k): v for k, v in result.left_out.items()},
-        }, {}
-
-    def round(self, order: Order, broadcast: Payload, state: ClientState) -> local_training.TrainResult:
-        """The local steps of one round."""
-        model, samples = self._model(order), self._samples(order)
-        return local_training.train_round(
-            order.method, model, order.layout, broadcast, state, samples.x, samples.y, order.hyper,
-            np.random.default_rng(order.seed), moving=order.layout.moving(order.manifest.train),
-        )
-
-    def _adapt(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The served weights after gradient steps."""
-        serve = order.manifest.serve
-        weights = order.served("" if serve is None else serve.model)
-        model, samples = self._model(order), self._samples(order)
-        scalars = {**order.manifest.scalars, "round": float(serve.round if serve else 1)}
-        params = personal_model.adapt(
-            order.method, model, order.layout, weights, samples.x, samples.y, order.hyper,
-            order.home.state(state_key(order.manifest)), scalars,
-        )
-        return {"samples": len(samples)}, storage.flatten(params)
-
-    def _model(self, order: Order) -> torch.nn.Module:
+    def engine(self, order: Order) -> TorchEngine:
         layout = order.layout
         if layout.hash not in self._models:
             self._models = {layout.hash: models.build(layout)}
-        return self._models[layout.hash]
-
-    def _samples(self, order: Order) -> Samples:
-        stamp = order.data.stamp()
-        if stamp not in self._data:
-            self._data = {stamp: order.data.own()}
-            for note in self._data[stamp].notes:
-                processes.say(note)
-        return self._data[stamp]
-
-
-@dataclass(frozen=True)
-class Order:
-    """A job's header, read. life: of the agent that sent it. seed: of everything random in the round. per_device_id: of
-    the weights that this device alone received, or empty."""
-
-    life: str
-    manifest: Manifest
-    method: Method
-    hyper: Any
-    layout: Layout
-    home: DeviceState
-    data: LocalData
-    seed: tuple[int, ...]
-    per_device_id: str = ""
-
-    @property
-    def cut(self) -> dict[str, float]:
-        """The batch sizes that the board's memory made smaller than the round's."""
-        return cut(hyper_of(self.method, self.manifest.method.hyper), self.hyper)
-
-    @staticmethod
-    def read(header: Mapping[str, Any]) -> Order:
-        """Raises MessageError or ConfigError."""
-        manifest, problems = schema.read(Manifest, header["manifest"], unknown="ignore")
-        if manifest is None:
-            raise MessageError("; ".join(map(str, problems)))
-        method = method_of(manifest)
-        hyper = capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
-        layout, home = Layout.from_json(header["layout"]), DeviceState(Path(header["home"]))
-        seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
-        data = LocalData.of(home.folder / header["samples"], layout, header["split"])
-        return Order(header["life"], manifest, method, hyper, layout, home, data, seed, str(header.get("given", "")))
-
-    def per_device(self) -> trees.Params:
-        """The weights that this device alone received; empty for most methods. Raises StateError when they are not on
-        the disk."""
-        return self.weights("given", self.per_device_id) if self.method.per_device else {}
-
-    def served(self, model: str) -> trees.Params:
-        """Raises StateError when the served model is not on the disk."""
-        return self.weights(f"slots/{Slots(self.home).slot_of(model)}/serve", model)
-
-    def weights(self, name: str, model: str) -> trees.Params:
-        """Raises StateError when the weights ``name`` on disk are not ``model``."""
-        held = self.home.weights(name)
-        if held is None or held.model != model:
-            raise StateError(f"the weights {model} are not here", where=str(self.home.folder))
-        return wire(self.layout, self.method).ordered(held.params)
+        return TorchEngine(self._models[layout.hash])
 
 
 class InlineTrainer(Inline):
@@ -166,14 +36,8 @@ class InlineTrainer(Inline):
         super().__init__((workshop or TrainerJobs()).handle)
 
 
-def peak_mib() -> float:
-    """The most memory that this process has held; Linux counts in KiB, macOS in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20) if sys.platform == "darwin" else peak / 1024
-
-
 def main(arguments: list[str]) -> int:
-    """The child's loop; ends when standard input does."""
+    """The child's loop: jobs on standard input, results on standard output; ends when standard input does."""
     allocator.keep_freed()
     torch.set_num_threads(int(arguments[arguments.index("--threads") + 1]) if "--threads" in arguments else 1)
     workshop, buffer = TrainerJobs(), bytearray()

@@ -1,4 +1,4 @@
-"""Child processes of the agent: jobs go in and results come out over pipes. Only the trainer loads torch.
+"""Workers of the agent: child processes, where jobs go in and results come out over pipes, and a thread.
 
 A frame is 4 bytes of length, a JSON header, 8 bytes of length, and safetensors. Nothing is pickled. A child starts with
 the first job and runs until ``stop``.
@@ -11,6 +11,7 @@ import json
 import os
 import struct
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO, Protocol
 from fleet_core.base import processes, storage
 from fleet_core.base.errors import FleetError, MessageError, RoundError
 
+STOP_S = 2.0
 MAX_HEADER_BYTES = 1 << 22
 MAX_ARRAYS_BYTES = 1 << 33
 
@@ -191,9 +193,99 @@ class Child:
 
 
 class TrainerProcess(Child):
+    """The trainer of the engine torch."""
+
     def __init__(self, threads: int = 1):
         environ = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         super().__init__("trainer", ["edge_agent.compute.trainer", "--threads", str(threads)], environ)
+
+
+class Jobs(Protocol):
+    """Does jobs one after the other, in one thread."""
+
+    def handle(self, job: Job) -> Done: ...
+
+    def cancel(self) -> None:
+        """Called by another thread: the present job ends as soon as it can, with an error."""
+
+
+class Threaded:
+    """A worker in a thread of this process. make: what does the jobs; its memory is freed by ``stop``.
+
+    A child process with the engine onnx would hold Python, numpy and onnxruntime once more, and its memory comes back
+    without one (``benchmarks/engines``).
+    """
+
+    def __init__(self, make: Callable[[], Jobs]) -> None:
+        self._make = make
+        self._jobs: Jobs | None = None
+        self._thread: threading.Thread | None = None
+        self._done: list[Done] = []
+        self._read, self._write = os.pipe()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None
+
+    def submit(self, job: Job) -> None:
+        """Raises RoundError while a job is running."""
+        if self._thread is not None:
+            raise RoundError("the trainer is busy")
+        jobs = self._jobs = self._jobs or self._make()
+        self._thread = threading.Thread(target=self._run, args=(jobs, job), name="trainer", daemon=True)
+        self._thread.start()
+
+    def _run(self, jobs: Jobs, job: Job) -> None:
+        try:
+            done = jobs.handle(job)
+        except BaseException as error:  # the agent must hear of whatever ended the thread
+            done = Done(job.kind, {}, error=f"{type(error).__name__}: {error}")
+        self._done.append(done)
+        os.write(self._write, b".")
+
+    def poll(self) -> Done | None:
+        if self._thread is None or not self._done:
+            return None
+        self._thread.join()
+        self._thread = None
+        os.read(self._read, 1)
+        return self._done.pop()
+
+    def descriptors(self) -> tuple[int, ...]:
+        return (self._read,) if self.busy else ()
+
+    def stop(self) -> None:
+        """Ends the present job, whose result is dropped. A call into onnxruntime cannot be broken off: it ends with the
+        process at the latest."""
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None and self._thread is not None:
+            jobs.cancel()
+            self._thread.join(timeout=STOP_S)
+        self.poll()
+
+
+class ByEngine:
+    """The trainers of several engines as one: a job's header says which."""
+
+    def __init__(self, trainers: Mapping[str, Trainer]) -> None:
+        self._trainers = trainers
+
+    @property
+    def busy(self) -> bool:
+        return any(trainer.busy for trainer in self._trainers.values())
+
+    def submit(self, job: Job) -> None:
+        self._trainers[job.header["engine"]].submit(job)
+
+    def poll(self) -> Done | None:
+        return next((done for trainer in self._trainers.values() if (done := trainer.poll()) is not None), None)
+
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(d for trainer in self._trainers.values() for d in trainer.descriptors())
+
+    def stop(self) -> None:
+        for trainer in self._trainers.values():
+            trainer.stop()
 
 
 class Inline:

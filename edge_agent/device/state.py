@@ -1,12 +1,14 @@
 """What a device keeps on its disk: weights, training state, the pending update, the last signed time.
 
     graph-{id}.safetensors               graphs, layout, golden outputs, as published
+    steps-{id}.safetensors               the graph with which this device trains without torch, as published
     model.safetensors                    the last training model, with its id
     slots/                               the models that answer, with the personalization; never leaves the device
     methods/{key}/state.safetensors      the client state (duals, residuals, personal arrays)
     methods/{key}/made-{life}.safetensors    an update that the trainer made, until the agent takes it
     methods/{key}/pending.safetensors    the pending update and the state after it; becomes the state by one rename
                                          when the update is counted
+    training.json                        how often this round was begun, while the engine onnx trains it
     clock.json                           the highest sequence number and signed time seen
 
 Training state is keyed by fleet, method, version, layout and dual epoch; states of different keys never mix. A damaged
@@ -131,22 +133,22 @@ class DeviceState:
 
     # Graphs and weights -----------------------------------------------------------------------------------------------
 
-    def graph_path(self, blob_id: str) -> Path:
-        return self.folder / f"graph-{blob_id}.safetensors"
+    def graph_path(self, blob_id: str, kind: str = "graph") -> Path:
+        return self.folder / f"{kind}-{blob_id}.safetensors"
 
-    def graph(self, blob: Blob) -> bytes | None:
-        """The published graph, whole and as announced, or None."""
+    def graph(self, blob: Blob, kind: str = "graph") -> bytes | None:
+        """The published graph, whole and as announced, or None. kind: ``graph``, or ``steps`` for that of training."""
         try:
-            data = storage.read_bytes(self.graph_path(blob.id), limit=blob.size)
+            data = storage.read_bytes(self.graph_path(blob.id, kind), limit=blob.size)
         except StateError:
             return None
         return data if data and Blob.of(data, blob.chunk) == blob else None
 
-    def save_graph(self, blob_id: str, data: bytes, *, keep: Collection[str] = ()) -> None:
-        """Replaces all others but those with an id in ``keep``."""
-        storage.write_atomic(self.graph_path(blob_id), data)
-        kept = {self.graph_path(name) for name in (blob_id, *keep)}
-        for old in self.folder.glob("graph-*.safetensors"):
+    def save_graph(self, blob_id: str, data: bytes, *, keep: Collection[str] = (), kind: str = "graph") -> None:
+        """Replaces all others of its kind but those with an id in ``keep``."""
+        storage.write_atomic(self.graph_path(blob_id, kind), data)
+        kept = {self.graph_path(name, kind) for name in (blob_id, *keep)}
+        for old in self.folder.glob(f"{kind}-*.safetensors"):
             if old not in kept:
                 old.unlink()
 

@@ -30,7 +30,7 @@ def named(name: str) -> Profile:
 
 def wish_of(settings: Settings) -> Wish:
     train = settings.train
-    return Wish(train.enabled, train.max_parameters, train.max_batch, train.threads)
+    return Wish(train.enabled, train.max_parameters, train.max_batch, train.threads, train.engine)
 
 
 def limits_of(home: Path, settings: Settings) -> Limits:

@@ -33,6 +33,7 @@ from fleet_core.base.errors import FleetError, LinkError, MessageError, RevokedE
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
+from fleet_core.model import graph_bundle
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question, ServerPresence
 from fleet_core.protocol.round_messages import Manifest, ModelRef
@@ -84,8 +85,7 @@ class Agent:
         self._per_device = DevicePayload(self.name, home, service, self._fetcher)
         self._training = TrainJobs(settings, self.boot, home, service, accounts, trainer, limits)
         self._serving = ServedModelUpdate(
-            service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter,
-            self._training.header, log,
+            service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter, self._training, log,
         )
         self._disk, self._renewal = Disk(home.folder, clock), renewal
         self._unwritten: tuple[str, bytes] | None = None  # the message that a full disk kept from being written
@@ -237,6 +237,8 @@ class Agent:
         counted = next((r for r in manifest.counted if r.blob is not None and r.blob.id == blob_id), None)
         if manifest.graph is not None and blob_id == manifest.graph.id:
             self._attempt("graph", lambda: self._graphs.take(manifest, blob_id, data))
+        elif manifest.steps is not None and blob_id == manifest.steps.id:
+            self._attempt("train", lambda: self.home.save_graph(blob_id, data, kind="steps"))
         elif counted is not None:
             self._updates.on_counted(counted.round, data.decode("ascii", "replace").split())
         elif manifest.open and blob_id in self._models.named(manifest):
@@ -313,7 +315,7 @@ class Agent:
         manifest = self.manifest
         if manifest is None or not self.link.connected:
             return
-        if not self._knows(manifest) or not self._has_graph(manifest):
+        if not self._knows(manifest) or not self._has_graph(manifest) or self._fetches_steps(manifest):
             return
         self._attempt("state", lambda: self._updates.resolve(manifest))
         gave_up = self._gave_up.get("model") == manifest.seq
@@ -368,6 +370,14 @@ class Agent:
         if blob is not None and self.service.graph_id != blob.id:
             self._attempt("graph", lambda: self._graphs.want(manifest, blob))
         return self.service.graph is not None and (blob is None or self.service.graph_id == blob.id)
+
+    def _fetches_steps(self, manifest: Manifest) -> bool:
+        """Whether the graph with which this device trains is still on its way."""
+        lacking = self._training.lacks(manifest)
+        if lacking is None or self._gave_up.get("train") == manifest.seq:
+            return False
+        self._attempt("train", lambda: self._fetcher.start(lacking, graph_bundle.MAX_BYTES, "graph"))
+        return self._fetcher.target == lacking.id
 
     def _take_part(self, manifest: Manifest) -> None:
         if self._models.adopt_training(manifest):

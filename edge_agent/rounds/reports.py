@@ -117,6 +117,7 @@ class Reporter:
             chain=True,
             packed=True,
             parts=True,
+            engines=self._limits.engines,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from edge_agent.compute.worker import Done, Job, Trainer
 from edge_agent.connection.blob_download import Fetcher
@@ -17,6 +16,7 @@ from edge_agent.inference.stored_models import NO_TRAINER, Answering
 from edge_agent.rounds.costs import AgentCosts
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import Reporter
+from edge_agent.rounds.train_job import TrainJobs
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.errors import RoundError
 from fleet_core.protocol.device_messages import Alone, Evaluation
@@ -24,16 +24,16 @@ from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 
 class ServedModelUpdate:
-    """header(manifest): of a job for the trainer. Without a trainer there are no gradient steps in torch."""
+    """jobs: of the trainer. Without a trainer that can do a manifest's there are no gradient steps but of the graph
+    ``adapt``."""
 
     def __init__(
         self, service: Service, models: Models, fetcher: Fetcher, accounts: AgentCosts, reporter: Reporter,
-        trainer: Trainer | None, adapts: Trainer, header: Callable[[Manifest], dict[str, Any]],
-        log: Callable[[str], None],
+        trainer: Trainer | None, adapts: Trainer, jobs: TrainJobs, log: Callable[[str], None],
     ):
         self._service, self._models, self._fetcher = service, models, fetcher
         self._accounts, self._reporter = accounts, reporter
-        self._trainer, self._adapter, self._header, self._log = trainer, adapts, header, log
+        self._trainer, self._adapter, self._jobs, self._log = trainer, adapts, jobs, log
         self._adapting = ""  # id of the model that gradient steps are personalizing now
         self._told = ""  # id of the model whose evaluation was reported since the start
         self._evaluations: tuple[Evaluation, ...] = ()
@@ -63,7 +63,7 @@ class ServedModelUpdate:
     def _personalize(self, manifest: Manifest, weights: Weights) -> None:
         """Without gradient steps at once; with them in the trainer or by the graph ``adapt``, when it is free."""
         method = method_of(manifest)
-        hyper, trains = hyper_of(method, manifest.method.hyper), self._trainer is not None
+        hyper, trains = hyper_of(method, manifest.method.hyper), bool(self._jobs.engine(manifest))
         worker = self._worker(self._service.plan(method, hyper, trainer=trains))
         if worker is not None and worker.busy:
             return
@@ -75,7 +75,8 @@ class ServedModelUpdate:
             return self._evaluate(self._without_trainer(method) if plan.kind == "left" else "")
         self._accounts.begin("adapt")
         self._adapting = weights.model
-        worker.submit(Job("adapt", self._header(manifest)) if plan.kind == "trainer" else self._service.steps(plan))
+        by_trainer = plan.kind == "trainer"
+        worker.submit(Job("adapt", self._jobs.header(manifest)) if by_trainer else self._service.steps(plan))
 
     def _worker(self, plan: Plan) -> Trainer | None:
         """The process that takes the gradient steps, or None."""

@@ -6,18 +6,25 @@ writes the update and the state after it there (``edge_agent.compute.update``); 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from edge_agent.compute.worker import Done, Job, Trainer
 from edge_agent.device.state import DeviceState, state_key
 from edge_agent.inference.service import Service
 from edge_agent.rounds.costs import AgentCosts
-from fleet_core.base import schema
+from fleet_core.base import schema, storage
+from fleet_core.base.errors import RoundError, StateError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.protocol import cohort
+from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest
+
+ATTEMPTS = 5
+"""An agent that ended so often while it trained the same round leaves it out: a round that takes more memory than there
+is would end it again and again."""
 
 Identity = tuple[int, str, str, str | None]
 """Number of a round, key of the training state, weights to train from, arrays to train."""
@@ -41,6 +48,7 @@ class TrainJobs:
         self._name = settings.device.name
         self._seen: Identity | None = None
         self._begun: Manifest | None = None
+        self._here = ""  # id of the graph that was found on the disk
 
     def wanted(self, manifest: Manifest) -> bool:
         """Whether this device trains in the open round and has not yet begun."""
@@ -52,7 +60,23 @@ class TrainJobs:
             and self._seen != identity(manifest)
             and cohort.includes(manifest.cohort, manifest.round, self._name)
             and not self._limits.refuses(self._service.layout.parameters(MODEL_GROUPS))
+            and bool(self.engine(manifest))
         )
+
+    def engine(self, manifest: Manifest) -> str:
+        """The engine of this manifest's jobs; empty if none can do them: without torch it takes the fleet's graph."""
+        able = (e for e in self._limits.engines if e == "torch" or manifest.steps is not None)
+        return "" if self._trainer is None else next(able, "")
+
+    def lacks(self, manifest: Manifest) -> Blob | None:
+        """The graph with which this device trains, unless it is on the disk or not needed."""
+        needed = manifest.steps is not None and self.engine(manifest) == "onnx"
+        if not needed or manifest.steps is None or manifest.steps.id == self._here:
+            return None
+        if self._home.graph(manifest.steps, "steps") is None:
+            return manifest.steps
+        self._here = manifest.steps.id
+        return None
 
     def forget(self) -> None:
         """Allows the same round to be started again."""
@@ -60,10 +84,12 @@ class TrainJobs:
 
     def begin(self, manifest: Manifest, per_device: str = "") -> None:
         """Starts the training; the training model is on the disk. per_device: id of the weights that this device alone
-        received, or empty."""
+        received, or empty. Raises RoundError."""
         if self._trainer is None:
             return
         self._seen, self._begun = identity(manifest), manifest
+        if self.engine(manifest) == "onnx":
+            self._count_attempt(manifest)
         self._accounts.begin("train")
         self._trainer.submit(Job("train", {**self.header(manifest), "given": per_device}))
 
@@ -79,11 +105,28 @@ class TrainJobs:
             "samples": data.samples,
             "max_batch": self._limits.max_batch,
             "split": schema.plain(data),
+            "engine": self.engine(manifest),
+            "graph": self._service.graph_id or "",
+            "steps": "" if manifest.steps is None else manifest.steps.id,
         }
+
+    def _count_attempt(self, manifest: Manifest) -> None:
+        """The engine onnx trains in the agent's own process. Raises RoundError after ``ATTEMPTS``."""
+        path, asked = self._home.folder / "training.json", list(identity(manifest))
+        try:
+            held = json.loads(storage.read_bytes(path, limit=4096))
+            before = int(held["attempts"]) if held["round"] == asked else 0
+        except (StateError, ValueError, KeyError, TypeError):
+            before = 0
+        if before >= ATTEMPTS:
+            raise RoundError(f"the agent ended {before} times while it trained this round: is there too little memory?",
+                             hint="[train] max_batch and max_parameters in device.toml")
+        storage.write_json(path, {"round": asked, "attempts": before + 1}, mode=0o600)
 
     def ended(self, done: Done) -> Manifest | None:
         """Adds up the job's costs; returns the manifest that it was started for."""
         self._accounts.end("train", done.header.get("flops"))
+        (self._home.folder / "training.json").unlink(missing_ok=True)
         begun, self._begun = self._begun, None
         return begun
 

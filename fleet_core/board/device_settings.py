@@ -9,6 +9,7 @@ from fleet_core.base import config
 from fleet_core.base.errors import ConfigError
 from fleet_core.board.profile import SENSORS
 
+ENGINES = ("torch", "onnx")
 NAME = r"[A-Za-z0-9_-]{1,64}"
 
 
@@ -51,10 +52,15 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """enabled: take part in rounds (needs torch). threads: of the trainer. max_parameters, max_batch: limits on model
-    and batch that replace the board's."""
+    """Not fleet.toml's table ``train``, which says which arrays all devices train.
+
+    enabled: take part in rounds. engine: what computes the gradients: ``torch``; ``onnx``, the fleet's graph ``train``,
+    without torch; ``auto``: onnx where torch is not installed or the board has less than 1 GB of memory. threads: of
+    the trainer. max_parameters, max_batch: limits on model and batch that replace the board's.
+    """
 
     enabled: bool = True
+    engine: str = field(default="auto", metadata={"choices": ("auto", *ENGINES)})
     threads: int = field(default=1, metadata={"min": 1, "max": 256})
     max_parameters: int | None = field(default=None, metadata={"min": 1, "max": 10**12})
     max_batch: int | None = field(default=None, metadata={"min": 1})

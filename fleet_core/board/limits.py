@@ -15,24 +15,41 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Profile
 
-LEAST_TRAINING_MIB = 400  # memory of an emulated 512 MB machine, minus that of a board's graphics
 LENET_PARAMETERS = 800_000
 BYTES_PER_PARAMETER = 64  # measured: 42; plus the encoded update
 SAMPLE_MIB = 1.2
-TORCH_MIB = 320
 LEAST_GLIBC = (2, 27)
 LEAST_PYTHON = (3, 10)
 LEAST_SHARE_OF_SOLD = 0.7  # of the nominal memory; graphics and firmware take the rest
+TORCH_FROM_MIB = 1024  # nominal memory with which auto takes torch
+PACKAGES = {"torch": "torch", "onnx": "onnxruntime"}
+"""What each engine needs installed."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """MiB of memory. least: of a machine that trains. own: of a trainer without model and samples."""
+
+    least: int
+    own: int
+
+
+NEEDS = {
+    "torch": Need(400, 320),  # 400: an emulated 512 MB machine, minus the memory of a board's graphics
+    "onnx": Need(200, 130),
+}
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The user's settings from device.toml: whether to train, limits that replace the board's, trainer threads."""
+    """The user's settings from device.toml: whether to train, limits that replace the board's, trainer threads, and the
+    engine."""
 
     train: bool = True
     max_parameters: int | None = None
     max_batch: int | None = None
     threads: int = 1
+    engine: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -46,12 +63,14 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Limits:
-    """train: whether the agent trains. why: the reason why it does not, or empty. Limits are None when unknown."""
+    """train: whether the agent trains. why: the reason why it does not, or empty. Limits are None when unknown.
+    engines: those that can train here, the preferred one first; another is for a fleet without a graph ``train``."""
 
     train: bool
     why: str = ""
     max_parameters: int | None = None
     max_batch: int | None = None
+    engines: tuple[str, ...] = ("torch",)
 
     def refuses(self, parameters: int) -> str:
         """Why a model with so many parameters is not trained here, or empty."""
@@ -64,15 +83,28 @@ class Limits:
 
 def limits(board: Profile | None, found: Machine, wish: Wish) -> Limits:
     """Whether to train, and the limits on model and batch."""
+    engines = engines_of(found, wish)
     why = _why_not(board, found, wish)
     if why:
-        return Limits(False, why)
-    can = board.can if board is not None else profiles.Can()
+        return Limits(False, why, engines=engines)
+    can, need = board.can if board is not None else profiles.Can(), NEEDS[engines[0]]
     return Limits(
         True, "",
-        _first(wish.max_parameters, can.train_parameters, _parameters(found)),
-        _first(wish.max_batch, can.train_batch, _batch(found)),
+        _first(wish.max_parameters, can.train_parameters, _parameters(found, need)),
+        _first(wish.max_batch, can.train_batch, _batch(found, need)),
+        engines,
     )
+
+
+def engines_of(found: Machine, wish: Wish) -> tuple[str, ...]:
+    """The engines that are wanted and installed, the preferred one first."""
+    installed = {engine: package in found.packages for engine, package in PACKAGES.items()}
+    if wish.engine != "auto":
+        return (wish.engine,) if installed[wish.engine] else ()
+    small = found.memory_mib is not None and found.memory_mib < LEAST_SHARE_OF_SOLD * TORCH_FROM_MIB
+    if installed["torch"] and not small:
+        return ("torch",)
+    return tuple(engine for engine in ("onnx", "torch") if installed[engine])
 
 
 def complaints(board: Profile | None, found: Machine, wish: Wish) -> tuple[Complaint, ...]:
@@ -85,25 +117,27 @@ def _why_not(board: Profile | None, found: Machine, wish: Wish) -> str:
     if not wish.train:
         return "device.toml says so ([train] enabled = false)"
     if profiles.is_narrow(found.arch) or found.bits < 64:
-        return f"a {found.bits}-bit system has no torch"
+        return f"a {found.bits}-bit system has neither torch nor onnxruntime"
     if board is not None and not board.can.train:
         return f"the profile of {board.name} says that it cannot"
-    if "torch" not in found.packages:
-        return "torch is not installed"
-    if found.memory_mib is not None and found.memory_mib < LEAST_TRAINING_MIB:
-        return f"{found.memory_mib} MiB of memory are less than {LEAST_TRAINING_MIB}"
+    engines = engines_of(found, wish)
+    if not engines:
+        return f"{PACKAGES.get(wish.engine, 'onnxruntime')} is not installed"
+    least = NEEDS[engines[0]].least
+    if found.memory_mib is not None and found.memory_mib < least:
+        return f"{found.memory_mib} MiB of memory are less than {least}"
     return ""
 
 
-def _parameters(found: Machine) -> int | None:
+def _parameters(found: Machine, need: Need) -> int | None:
     """Half of the memory above the minimum is for the model, the rest for the system."""
     if found.memory_mib is None:
         return None
-    return LENET_PARAMETERS + (found.memory_mib - LEAST_TRAINING_MIB) * (1 << 20) // 2 // BYTES_PER_PARAMETER
+    return LENET_PARAMETERS + (found.memory_mib - need.least) * (1 << 20) // 2 // BYTES_PER_PARAMETER
 
 
-def _batch(found: Machine) -> int | None:
-    return None if found.memory_mib is None else max(1, int((found.memory_mib - TORCH_MIB) / 2 / SAMPLE_MIB))
+def _batch(found: Machine, need: Need) -> int | None:
+    return None if found.memory_mib is None else max(1, int((found.memory_mib - need.own) / 2 / SAMPLE_MIB))
 
 
 def _of_the_system(found: Machine) -> Iterator[Complaint]:
@@ -144,7 +178,7 @@ def _of_the_wish(board: Profile | None, found: Machine, wish: Wish) -> Iterator[
         why = _why_not(board, found, wish)
         torch = "torch is not installed" in why
         yield Complaint("training", f"is enabled, but {why}",
-                        'pip install "metafleet[train]", or [train] enabled = false' if torch
+                        'pip install "metafleet[train]", or [train] engine = "auto"' if torch
                         else "[train] enabled = false in device.toml")
     if wish.threads > found.cores:
         yield Complaint("threads", f"{wish.threads} for {found.cores} cores", "lower [train] threads in device.toml")

@@ -12,6 +12,9 @@ import numpy as np
 from fleet_core.base.errors import DataError
 from fleet_core.model.layout import InputSpec
 
+TOKENS = frozenset({"char-lstm"})
+"""Named models that take int64 tokens; the others take numbers."""
+
 MAX_CHANNELS = 256  # more channels are not standardized, as means and deviations are written to a file
 COLOURS = (1, 3, 4)
 LIM_PIXELS = 7  # the smallest side of an image for lenet-lim

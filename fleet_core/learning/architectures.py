@@ -275,9 +275,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": Mlp,
 }
 
-TOKENS = frozenset({"char-lstm"})
-"""Models that take int64 tokens; the others take numbers."""
-
 ADAPTABLE = frozenset(MODELS) - {"char-lstm", "logistic"}
 """Models with linear layers or convolutions in their body; they take the option ``adapter``, the rank of
 ``adapters``."""

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fleet_core.algorithms.interface import GradFn
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.learning import gaussian_loss, losses
@@ -52,11 +51,6 @@ PADDED = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
 )  # fmt: skip
 """Adaptations whose losses ignore samples of class ``NO_CLASS``, so that batches can be padded with these."""
-EPISODIC = ("proto", "metavers", "gp")
-"""Adaptations for which a label is only a number within the episode. They count the classes of the device, not those of
-the fleet, which may have a thousand where a device has two."""
-INNER = ("maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd")
-"""Adaptations that take gradient steps of their own, in all arrays."""
 NO_CLASS = -1
 
 
@@ -157,16 +151,16 @@ class Estimators:
         third = support if e.hessian_x is None or e.hessian_y is None else self._entropy(e.hessian_x, e.hessian_y)
         return maml_with_hessian(support, query, *self._inner(), central_difference(third, self._hyper.difference))
 
-    def _embedded(self, w: Params, *batches: Tensor) -> tuple[Tensor, ...]:
-        z = outputs(self._network, w, torch.cat(batches), "embed")
-        return torch.split(z, [len(x) for x in batches])
+    def _embedded(self, w: Params, *batches: Tensor) -> tuple[Tensor, Tensor]:
+        z, first = outputs(self._network, w, torch.cat(batches), "embed"), batches[0].shape[0]
+        return z[:first], z[first:]
 
     def _proto(self, e: Episode) -> Loss:
-        def loss(w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
-            support, query = self._embedded(w, sx, qx)
-            return losses.proto_loss(support, sy, query, qy, self._classes, self._hyper.distance)
+        return self._loss(self.proto_loss, e.support_x, e.support_y, e.query_x, e.query_y)
 
-        return self._loss(loss, e.support_x, e.support_y, e.query_x, e.query_y)
+    def proto_loss(self, w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
+        support, query = self._embedded(w, sx, qx)
+        return losses.proto_loss(support, sy, query, qy, self._classes, self._hyper.distance)
 
     def _gp(self, e: Episode) -> Loss:
         """Stacked clients are computed one after another, because each has a tree of its own."""
@@ -182,29 +176,31 @@ class Estimators:
             loss(trees.apply(lambda a, i=i: a[i], w), *(part[i] for part in batch)) for i in range(len(e.query_y))
         ])
 
-    def _metavers(self, e: Episode) -> Gradient:
-        hyper, batch = self._hyper, (e.support_x, e.support_y, e.query_x, e.query_y)
+    def vers_loss(
+        self, w: Params, margin: Tensor, share: Tensor, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(loss, the margin that the device measures)."""
+        hyper = self._hyper
+        support, query = self._embedded(w, sx, qx)
+        entropy = losses.proto_loss(support, sy, query, qy, self._classes, hyper.distance)
+        z, y = torch.cat([support, query]), torch.cat([sy, qy])
+        printed = hyper.margin_divisor == "printed"
+        own = losses.spread(z, y, self._classes, hyper.margin_distance, printed).detach()
+        triplets = losses.centroid_triplets(
+            z, y, self._classes, torch.maximum(margin, own), hyper.distance,
+            total=hyper.triplet_sum, to_centroid=hyper.negative == "centroid",
+        )
+        return share * entropy + (1 - share) * triplets, own
 
-        def losses_and_margin(
-            w: Params, margin: Tensor, share: Tensor, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            support, query = self._embedded(w, sx, qx)
-            entropy = losses.proto_loss(support, sy, query, qy, self._classes, hyper.distance)
-            z, y = torch.cat([support, query]), torch.cat([sy, qy])
-            printed = hyper.margin_divisor == "printed"
-            own = losses.spread(z, y, self._classes, hyper.margin_distance, printed).detach()
-            triplets = losses.centroid_triplets(
-                z, y, self._classes, torch.maximum(margin, own), hyper.distance,
-                total=hyper.triplet_sum, to_centroid=hyper.negative == "centroid",
-            )
-            return share * entropy + (1 - share) * triplets, own
+    def _metavers(self, e: Episode) -> Gradient:
+        batch = (e.support_x, e.support_y, e.query_x, e.query_y)
 
         def gradient(at: Params) -> tuple[Tensor, Params]:
             w = {g: named for g, named in at.items() if g != "margin"}
             given, each = at["margin"], flat(w)[0].new_ones(e.support_y.shape[:-1])
             margin, share = each * float(given["value"]), each * float(given["loss_share"])
             measured: list[Tensor] = []
-            whole = self._lifted(losses_and_margin)
+            whole = self._lifted(self.vers_loss)
 
             def loss(w: Params) -> Tensor:
                 value, own = whole(w, margin, share, *batch)
@@ -216,17 +212,15 @@ class Estimators:
 
         return gradient
 
+    def fedproto_loss(self, w: Params, total: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        z = outputs(self._network, w, x, "embed")
+        means = total / count.clamp(min=1)[:, None]
+        return self._cross_entropy(self._head(w, z), y) + float(self._hyper.pull) * losses.pull(z, y, means, count)
+
     def _fedproto(self, e: Episode) -> Gradient:
         def gradient(at: Params) -> tuple[Tensor, Params]:
             w = {g: named for g, named in at.items() if g != "prototypes"}
-            fleet, weight = at["prototypes"], float(self._hyper.pull)
-
-            def loss(w: Params, total: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Tensor:
-                z = outputs(self._network, w, x, "embed")
-                means = total / count.clamp(min=1)[:, None]
-                return self._cross_entropy(self._head(w, z), y) + weight * losses.pull(z, y, means, count)
-
-            whole = self._lifted(loss)
+            fleet, whole = at["prototypes"], self._lifted(self.fedproto_loss)
             value, slope = value_and_gradient(
                 lambda w: whole(w, fleet["total"], fleet["count"], e.query_x, e.query_y), leaves(w)
             )
@@ -247,16 +241,3 @@ class Estimators:
 def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
     """The cross-entropy of the head's logits on one batch."""
     return lambda w: losses.cross_entropy(outputs(network, w, x, "predict"), y)
-
-
-def recorded(gradient: Gradient, values: list[Tensor]) -> GradFn:
-    """``gradient`` as a ``GradFn`` that appends the loss to ``values``."""
-
-    def step(at: Params) -> Params:
-        value, direction = gradient(at)
-        values.append(value.detach())
-        return direction
-
-    return step
-
-

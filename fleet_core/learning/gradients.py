@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
+from fleet_core.training import inner_steps
+from fleet_core.training.inner_steps import Product
 
 Loss = Callable[[Params], Tensor]
 Gradient = Callable[[Params], tuple[Tensor, Params]]
@@ -36,21 +38,12 @@ def value_and_gradient(loss: Loss, at: Params, *, create_graph: bool = False) ->
     return value, trees.apply(lambda _: next(grads), at)
 
 
-def sgd(loss: Loss, at: Params, lr: float, steps: int, *, differentiable: bool) -> Params:
-    """The result of ``steps`` SGD steps from ``at``; with ``differentiable`` it keeps its graph back to ``at``."""
+def sgd(loss: Loss, at: Params, lr: float, steps: int) -> Params:
+    """The result of ``steps`` SGD steps from ``at``, with its graph back to ``at``."""
     for _ in range(steps):
-        _, gradient = value_and_gradient(loss, at, create_graph=differentiable)
+        _, gradient = value_and_gradient(loss, at, create_graph=True)
         at = trees.axpy(-lr, gradient, at)
-        at = at if differentiable else leaves(at)
     return at
-
-
-def path(loss: Loss, at: Params, lr: float, steps: int) -> list[Params]:
-    """The steps + 1 points of ``steps`` SGD steps from ``at``, starting with ``at``."""
-    points = [leaves(at)]
-    for _ in range(steps):
-        points.append(sgd(loss, points[-1], lr, 1, differentiable=False))
-    return points
 
 
 def direct(loss: Loss) -> Gradient:
@@ -60,30 +53,20 @@ def direct(loss: Loss) -> Gradient:
 
 def maml_exact(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
     """∇_w query(T(w)), T = ``steps`` SGD steps on ``support`` at rate ``lr``."""
-    return direct(lambda w: query(sgd(support, w, lr, steps, differentiable=True)))
+    return direct(lambda w: query(sgd(support, w, lr, steps)))
 
 
 def maml_first_order(support: Loss, query: Loss, lr: float, steps: int) -> Gradient:
-    """∇query at T(w), T as in ``maml_exact``."""
-    return lambda at: value_and_gradient(query, sgd(support, leaves(at), lr, steps, differentiable=False))
+    """``inner_steps.first_order`` of losses."""
+    return inner_steps.first_order(direct(support), direct(query), lr, steps)
 
 
-def maml_with_hessian(
-    support: Loss, query: Loss, lr: float, steps: int, product: Callable[[Params, Params], Params]
-) -> Gradient:
-    """(I − lr H(w)) … (I − lr H(w_{s−1})) ∇query at T(w) = w_s; ``product(w, v)`` returns H(w) v."""
-
-    def gradient(at: Params) -> tuple[Tensor, Params]:
-        points = path(support, at, lr, steps)
-        value, v = value_and_gradient(query, points[-1])
-        for w in reversed(points[:-1]):
-            v = trees.axpy(-lr, product(w, v), v)
-        return value, v
-
-    return gradient
+def maml_with_hessian(support: Loss, query: Loss, lr: float, steps: int, product: Product) -> Gradient:
+    """``inner_steps.with_hessian`` of losses."""
+    return inner_steps.with_hessian(direct(support), direct(query), lr, steps, product)
 
 
-def hessian_product(loss: Loss) -> Callable[[Params, Params], Params]:
+def hessian_product(loss: Loss) -> Product:
     """The function (w, v) ↦ H(w) v, by differentiating ⟨∇loss(w), v⟩."""
 
     def product(w: Params, v: Params) -> Params:
@@ -96,19 +79,9 @@ def hessian_product(loss: Loss) -> Callable[[Params, Params], Params]:
     return product
 
 
-def central_difference(loss: Loss, difference: float) -> Callable[[Params, Params], Params]:
-    """The function (w, v) ↦ H(w) v ≈ (∇loss(w + δv) − ∇loss(w − δv)) / 2δ with δ = ``difference`` ‖w‖/‖v‖."""
-
-    def product(w: Params, v: Params) -> Params:
-        w = trees.apply(lambda a: a.detach(), w)
-        lengths = [length + (length == 0) for length in (trees.norm(w), trees.norm(v))]
-        delta = difference * lengths[0] / lengths[1]
-        there = trees.scale(v, delta)
-        _, ahead = value_and_gradient(loss, leaves(trees.add(w, there)))
-        _, behind = value_and_gradient(loss, leaves(trees.subtract(w, there)))
-        return trees.scale(trees.subtract(ahead, behind), 0.5 / delta)
-
-    return product
+def central_difference(loss: Loss, difference: float) -> Product:
+    """``inner_steps.central_difference`` of a loss."""
+    return inner_steps.central_difference(direct(loss), difference)
 
 
 def meta_sgd(support: Loss, query: Loss) -> Gradient:

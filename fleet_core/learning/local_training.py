@@ -1,4 +1,4 @@
-"""Local training in a round, for one client or several stacked clients; agents and simulations both use it.
+"""Local training in a round by torch, for one client or several stacked clients; agents and simulations both use it.
 
 The caller sets torch's number of threads. Arrays are moved to the model's torch device.
 """
@@ -6,56 +6,30 @@ The caller sets torch's number of threads. Arrays are moved to the model's torch
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fleet_core.algorithms import freezing
-from fleet_core.algorithms.interface import ClientState, GradFn, Method, Payload
+from fleet_core.algorithms.interface import ClientState, Method, Payload
 from fleet_core.base import trees
-from fleet_core.base.errors import DataError, RoundError
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
-from fleet_core.data import model_input
 from fleet_core.data.episodes import Draw
 from fleet_core.learning import models
-from fleet_core.learning.architectures import TOKENS
 from fleet_core.learning.augment import augmented
 from fleet_core.learning.flops import round_flops
-from fleet_core.learning.gradient_estimators import EPISODIC, INNER, PADDED, Episode, Estimators, recorded
-from fleet_core.learning.models import NumpyParams, outputs, to_numpy, to_torch
-from fleet_core.learning.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
-from fleet_core.model.layout import MODEL_GROUPS, Layout
-
-Progress = Callable[[int, int], None]
+from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators, entropy
+from fleet_core.learning.gradients import Gradient, direct
+from fleet_core.learning.models import outputs, to_numpy, to_torch
+from fleet_core.model.layout import Layout
+from fleet_core.training.local_round import NumpyParams, Progress, Round, TrainResult, train_one
+from fleet_core.training.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
 
 CHUNK = 256
 """Samples per forward pass over a whole data set, so that memory does not grow with its size."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The result of local training.
-
-    update: the method's payload, float32. pending: the device's state after the update is counted. loss: mean over the
-    steps. samples: number of training samples. left_out: class -> number of samples that no episode could use. flops:
-    floating-point operations, computed from shapes; None when the model has layers that are not counted.
-    """
-
-    update: Payload
-    pending: ClientState
-    loss: float
-    samples: int
-    steps: int
-    left_out: Mapping[int, int]
-    flops: int | None
-    seconds: float
 
 
 def train_round(
@@ -80,8 +54,7 @@ def train_round(
     Raises DataError for samples that do not fit the layout, RoundError when the loss is not finite.
     """
     one = Participant(state, x, y, rng)
-    this = _Round(method, model, layout, broadcast, hyper, moving)
-    return this.train([one], [plan_of(method, one, hyper)], progress)[0]
+    return train_one(TorchEngine(model), method, layout, broadcast, one, hyper, progress, moving)
 
 
 def train_side_by_side(
@@ -102,7 +75,7 @@ def train_side_by_side(
     batches with samples that the loss ignores. Requires a model that treats every sample independently. moving: as in
     ``train_round``; frozen arrays that stay on devices are taken to be the same on all.
     """
-    this = _Round(method, model, layout, broadcast, hyper, moving)
+    this = Round(TorchEngine(model), method, layout, broadcast, hyper, moving)
     plans = [plan_of(method, one, hyper) for one in participants]
     results: dict[int, TrainResult] = {}
     for numbers in of_similar_size(plans) if padded and method.adaptation in PADDED else of_equal_size(plans):
@@ -111,121 +84,91 @@ def train_side_by_side(
     return [results[i] for i in range(len(participants))]
 
 
-class _Round:
-    """A round's method, model and broadcast, which its clients share."""
+class TorchEngine:
+    """Gradients by torch's autograd, for any number of stacked clients."""
 
-    def __init__(
-        self, method: Method, model: nn.Module, layout: Layout, broadcast: Payload, hyper: Any, moving: Moving
-    ):
-        self._method, self._model, self._layout, self._hyper = method, model, layout, hyper
-        self._moving = moving
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._device = next(model.parameters()).device
-        self._groups = to_torch(broadcast.groups, self._device)
-        self._scalars = broadcast.scalars
-        self._personal: Params | None = None
 
-    def train(
-        self, clients: Sequence[Participant], plans: Sequence[Plan], progress: Progress | None = None
-    ) -> list[TrainResult]:
-        """Trains the clients, stacked when there are several."""
-        started = time.perf_counter()
-        classes = max(check(self._method, self._layout, one.x, one.y) for one in clients)
-        several = len(clients) > 1
-        received = [self._received(one) for one in clients]
-        before = [self._state(one.state, whole) for one, whole in zip(clients, received, strict=True)]
-        fixed = self._fixed(received[0], before[0])
-        groups = [self._moving.of(whole) for whole in received]
-        parts = [freezing.part_of(state, self._moving) for state in before]
-        anchor = Payload(self._stacked(groups) if several else groups[0], self._scalars)
-        roles = {role: self._stacked([state[role] for state in parts]) for role in parts[0]} if several else parts[0]
-        values: list[Tensor] = []
-        steps = self._steps(clients, plans, classes, values, progress)
-        if fixed:
-            steps = map(partial(self._beside, self._stacked([fixed] * len(clients)) if several else fixed), steps)
-        stacked = trees.side_by_side() if several else contextlib.nullcontext()
-        with flushed(), _training(self._model, plans[0].seed), stacked:
-            update, pending = self._method.client.run(anchor, roles, steps, self._hyper)
-        losses_CK = torch.stack([value.reshape(-1) for value in values], 1).double().cpu().numpy()
-        _check_finite(losses_CK, len(plans[0].draws))
-        seconds = (time.perf_counter() - started) / len(clients)
-        return [
-            self._result(one, plan, _of_client(update, i, several), freezing.completed(
-                {role: _arrays(tree, i, several) for role, tree in pending.items()},
-                {role: to_numpy(self._moving.rest(tree)) for role, tree in before[i].items()}, self._moving,
-            ), float(np.mean(losses_CK[i])), seconds)
-            for i, (one, plan) in enumerate(zip(clients, plans, strict=True))
-        ]
+    def arrays(self, params: Params) -> Params:
+        return to_torch(params, self._device)
 
-    def _received(self, one: Participant) -> Params:
-        return {**self._groups, **to_torch(one.per_device, self._device)} if one.per_device else self._groups
+    def numpy(self, params: Params) -> NumpyParams:
+        return to_numpy(params)
 
-    def _state(self, state: ClientState, received: Params) -> ClientState:
-        if state:
-            return {role: to_torch(tree, self._device) for role, tree in state.items()}
-        if self._personal is None:
-            self._personal = to_torch(first_personal(self._method, self._layout, self._scalars), self._device)
-        return self._method.client.init(received, self._personal, self._hyper)
+    def stacked(self, several: Sequence[Params]) -> Params:
+        return trees.apply(lambda *arrays: torch.stack(arrays), *several)
 
-    def _fixed(self, received: Params, state: ClientState) -> Params:
-        """The frozen arrays for inner steps. For other gradients the network holds them, and requires none of them."""
-        own = trees.only(state.get("personal", {}), self._method.personal)
-        frozen = self._moving.rest(trees.only({**received, **own}, MODEL_GROUPS))
-        if not frozen or self._method.adaptation in INNER:
-            return frozen
+    def holds(self, frozen: Params) -> bool:
         models.hold(self._model, frozen)
-        return {}
+        return True
 
-    def _beside(self, fixed: Params, gradient: GradFn) -> GradFn:
-        return lambda at: self._moving.of(gradient(trees.merged(at, fixed)))
+    def first_personal(self, method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:
+        return first_personal(method, layout, scalars)
 
-    def _steps(
-        self, clients: Sequence[Participant], plans: Sequence[Plan], classes: int, values: list[Tensor],
-        progress: Progress | None,
-    ) -> Iterator[GradFn]:
-        labels = [one.y.astype(np.int64) for one in clients]
-        if self._method.adaptation in EPISODIC:
-            labels = [np.unique(y, return_inverse=True)[1].reshape(-1) for y in labels]
-            classes = max(int(y.max()) + 1 for y in labels)
-        estimators = Estimators(self._model, classes, self._hyper, clients=len(clients) > 1)
-        estimate = estimators.of(self._method.adaptation)
-        data = [(self._tensor(one.x), self._tensor(y), one.rng) for one, y in zip(clients, labels, strict=True)]
-        total = len(plans[0].draws)
-        for step in range(total):
-            episodes = [self._episode(*parts, plan.draws[step]) for parts, plan in zip(data, plans, strict=True)]
-            yield recorded(estimate(episodes[0] if len(episodes) == 1 else Episode.stacked(episodes)), values)
-            if progress:
-                progress(step + 1, total)
-        if self._method.adaptation == "fedproto":
-            x, y = (torch.stack(part) if len(part) > 1 else part[0] for part in list(zip(*data, strict=True))[:2])
-            yield lambda at: estimators.measure(x, y)(at)[1]
+    @contextlib.contextmanager
+    def running(self, seed: int) -> Iterator[None]:
+        with flushed(), _training(self._model, seed):
+            yield
 
-    def _episode(self, x: Tensor, y: Tensor, rng: np.random.Generator, draw: Draw) -> Episode:
-        parts: list[Tensor] = []
-        for index in draw:
-            rows = torch.from_numpy(index).to(self._device)
-            parts += [augmented(self._hyper.augment, x[rows], rng), y[rows]]
-        return Episode(*parts)
+    @contextlib.contextmanager
+    def adapting(self) -> Iterator[None]:
+        self._model.eval()
+        with flushed():
+            yield
+
+    def entropy(self, x: Samples, y: Samples) -> Gradient:
+        return direct(entropy(self._model, self._tensor(x), self._tensor(y)))
+
+    def steps(
+        self, adaptation: str, classes: int, hyper: Any, data: Sequence[tuple[Samples, Samples, np.random.Generator]]
+    ) -> TorchSteps:
+        held = [(self._tensor(x), self._tensor(y), rng) for x, y, rng in data]
+        return TorchSteps(Estimators(self._model, classes, hyper, clients=len(data) > 1), adaptation, hyper, held)
 
     def _tensor(self, array: Samples) -> Tensor:
         return torch.from_numpy(np.require(array, requirements="W")).to(self._device)
 
-    @staticmethod
-    def _stacked(several: Sequence[Params]) -> Params:
-        return trees.apply(lambda *arrays: torch.stack(arrays), *several)
+    def losses(self, values: Sequence[Tensor]) -> Samples:
+        found: Samples = torch.stack([value.reshape(-1) for value in values], 1).double().cpu().numpy()
+        return found
 
-    def _result(
-        self, one: Participant, plan: Plan, update: Payload, pending: ClientState, loss: float, seconds: float
-    ) -> TrainResult:
-        return TrainResult(
-            update=update,
-            pending=pending,
-            loss=loss,
-            samples=len(one.y),
-            steps=len(plan.draws),
-            left_out=plan.left_out,
-            flops=round_flops(self._method, self._model, self._layout, self._hyper, plan, self._moving),
-            seconds=seconds,
-        )
+    def flops(self, method: Method, layout: Layout, hyper: Any, plan: Plan, moving: Moving) -> int | None:
+        return round_flops(method, self._model, layout, hyper, plan, moving)
+
+
+class TorchSteps:
+    """The gradients of a round. data: of each client samples, labels and source of randomness."""
+
+    def __init__(
+        self, estimators: Estimators, adaptation: str, hyper: Any,
+        data: Sequence[tuple[Tensor, Tensor, np.random.Generator]],
+    ) -> None:
+        self._estimators, self._estimate = estimators, estimators.of(adaptation)
+        self._hyper, self._data = hyper, data
+
+    def gradient(self, draws: Sequence[Draw]) -> Gradient:
+        episodes = [self._episode(*parts, draw) for parts, draw in zip(self._data, draws, strict=True)]
+        estimate = self._estimate(episodes[0] if len(episodes) == 1 else Episode.stacked(episodes))
+
+        def gradient(at: Params) -> tuple[Tensor, Params]:
+            value, direction = estimate(at)
+            return value.detach(), direction
+
+        return gradient
+
+    def _episode(self, x: Tensor, y: Tensor, rng: np.random.Generator, draw: Draw) -> Episode:
+        parts: list[Tensor] = []
+        for index in draw:
+            rows = torch.from_numpy(index).to(x.device)
+            parts += [augmented(self._hyper.augment, x[rows], rng), y[rows]]
+        return Episode(*parts)
+
+    def measure(self) -> Gradient:
+        several = len(self._data) > 1
+        x, y = (torch.stack(part) if several else part[0] for part in list(zip(*self._data, strict=True))[:2])
+        return self._estimators.measure(x, y)
 
 
 def first_personal(method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:
@@ -234,25 +177,6 @@ def first_personal(method: Method, layout: Layout, scalars: Mapping[str, float])
     if not method.personal:
         return {}
     return trees.only(models.initial(layout, int(scalars.get("seed", 0))), method.personal)
-
-
-def _check_finite(losses_CK: Samples, steps: int) -> None:
-    """losses_CK: of each client and gradient; a step may compute several gradients."""
-    bad = np.argwhere(~np.isfinite(losses_CK))
-    if len(bad):
-        client, number = bad[bad[:, 1].argmin()]
-        step = number * steps // losses_CK.shape[1] + 1
-        raise RoundError(f"the loss is {losses_CK[client, number]} at step {step}", hint="lower client_lr or inner_lr")
-
-
-def _arrays(tree: Params, client: int, several: bool) -> NumpyParams:
-    return to_numpy(trees.apply(lambda a: a[client], tree) if several else tree)
-
-
-def _of_client(update: Payload, client: int, several: bool) -> Payload:
-    found: Mapping[str, Any] = update.scalars
-    scalars = {name: float(value[client] if several else value) for name, value in found.items()}
-    return Payload(_arrays(update.groups, client, several), scalars)
 
 
 def predict_logits(model: nn.Module, params: Params, x: Samples) -> Samples:
@@ -289,29 +213,6 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
             yield
         finally:
             model.eval()
-
-
-def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
-    """The number of classes to train on raw samples x, y. Raises DataError when they do not fit layout and method."""
-    if x.shape[1:] != layout.input.shape or str(x.dtype) != layout.input.dtype:
-        raise DataError(
-            f"samples are {x.dtype} {list(x.shape[1:])}", expected=f"{layout.input.dtype} {list(layout.input.shape)}",
-            hint=model_input.hint(x, layout.input),
-        )  # fmt: skip
-    if len(x) != len(y) or not len(y):
-        raise DataError(f"{len(x)} samples and {len(y)} labels", expected="as many labels as samples, at least one")
-    if layout.model in TOKENS:
-        vocabulary = layout.options.get("vocabulary", len(layout.classes))
-        if x.min() < 0 or x.max() >= vocabulary:
-            raise DataError(f"a token is {x.max() if x.min() >= 0 else x.min()}", expected=f"0 to {vocabulary - 1}")
-    if y.min() < 0:
-        raise DataError(f"the label {y.min()} is negative")
-    if y.max() >= len(layout.classes) and method.personalizer not in ("proto", "gp"):
-        raise DataError(
-            f"the label {y.max()} is not a class of the fleet, which has {len(layout.classes)}",
-            hint="for classes of the device's own use a method whose class means stay on the device",
-        )
-    return max(len(layout.classes), int(y.max()) + 1)
 
 
 def _forward(model: nn.Module, params: Params, x: Samples, output: str) -> Samples:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -27,11 +26,12 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.trees import Params
+from fleet_core.data.model_input import TOKENS
 from fleet_core.learning.adapters import with_adapters
-from fleet_core.learning.architectures import ADAPTABLE, MAX_SIZE, MODELS, TOKENS
+from fleet_core.learning.architectures import ADAPTABLE, MAX_SIZE, MODELS
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
+from fleet_core.training.local_round import NumpyParams
 
-NumpyParams = dict[str, dict[str, np.ndarray[Any, Any]]]
 TorchParams = dict[str, dict[str, Tensor]]
 
 

@@ -22,6 +22,7 @@ class Presence:
     parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. chain: whether
     it takes a model as a ``Chain`` of deltas. beat: this is a heartbeat, of which only the phase counts. packed:
     whether it reads manifests under zstd. parts: whether it can train a part of a model; None: it does not say.
+    engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -41,6 +42,7 @@ class Presence:
     beat: bool = False
     packed: bool = False
     parts: bool | None = None
+    engines: tuple[str, ...] = field(default=(), metadata={"max_length": 16})
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ class Manifest:
 
     open: whether updates are being collected. exp: Unix ms after which the manifest is void. per_device (``given`` on
     the wire): a ``PerDevice`` list of what each device of the cohort alone receives; None for most methods. train: the
-    arrays that the round trains, as places in the layout (``Layout.places``); None for all.
+    arrays that the round trains, as places in the layout (``Layout.places``); None for all. steps: the graph ``train``
+    (``fleet_core.model.train_graph``), for devices that train without torch; None: there is none.
     """
 
     v: int
@@ -108,10 +109,11 @@ class Manifest:
     open: bool = True
     per_device: Blob | None = field(default=None, metadata={"key": "given"})
     train: str | None = field(default=None, metadata=PLACES)
+    steps: Blob | None = None
 
     def blobs(self) -> list[Blob]:
         """Every blob that the manifest names."""
-        single = [self.graph, self.per_device, *(record.blob for record in self.counted)]
+        single = [self.graph, self.steps, self.per_device, *(record.blob for record in self.counted)]
         models = [model for model in (self.model, self.serve) if model is not None]
         return [blob for blob in single if blob is not None] + [blob for model in models for blob in model.blobs()]
 

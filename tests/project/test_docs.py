@@ -28,8 +28,9 @@ from fleet_core.algorithms.methods.registry import METHODS, PRODUCT
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.data import model_input
+from fleet_core.data.model_input import TOKENS
 from fleet_core.learning import models
-from fleet_core.learning.architectures import MODELS, TOKENS
+from fleet_core.learning.architectures import MODELS
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec
 from tests.support.inprocess import config_text, toy, without_fsync, world

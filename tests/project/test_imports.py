@@ -44,6 +44,7 @@ HOMES = {
 BOUNDS = {
     "fleet_core/algorithms/": (set[str](), set[str]()),
     "fleet_core/data/": ({"numpy"}, {"numpy", "PIL"}),
+    "fleet_core/training/": ({"numpy"}, {"numpy"}),
 }
 
 # Modules that must start without these, including everything that they import. Inside functions only COMPOSERS and the
@@ -67,6 +68,7 @@ LIGHT = {
     "edge_agent.http.serve": {"torch", "onnx", "onnxscript", "paho", "cryptography"},
     "fleet_core.power": {"torch"},
     "fleet_core.data": {"torch"},
+    "fleet_core.training": {"torch", "onnx", "onnxruntime"},
     "fleet_core.algorithms": {"torch", "numpy"},
 }
 

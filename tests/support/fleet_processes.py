@@ -36,17 +36,19 @@ FLEET = "t"
 
 
 def tiny_fleet(folder: Path, *, rounds: int, devices: int = 2, quorum: float = 1.0, deadline_s: float = 3.0,
-               hidden: int = 256, chunk_bytes: int = 1024, codec: str = "int8") -> Path:
-    """A fleet (``fleet``) and homes (``d0`` …) for one-second rounds and uploads of several chunks."""
+               hidden: int = 256, chunk_bytes: int = 1024, codec: str = "int8", onnx: tuple[str, ...] = ()) -> Path:
+    """A fleet (``fleet``) and homes (``d0`` …) for one-second rounds and uploads of several chunks. onnx: devices that
+    train without torch."""
     text = config_text(
         rounds=rounds, devices=devices, hyper="support_batch = 8\nquery_batch = 8",
         link=f'chunk_bytes = {chunk_bytes}\nup = "{codec}"',
         fleet=f"quorum = {quorum}\ndeadline_s = {deadline_s}",
     ).replace("hidden = [6]", f"hidden = [{hidden}]")
-    fleet = world(folder, text).fleet
+    fleet = world(folder, text, train_graph=bool(onnx)).fleet
     for n in range(devices):
         home = folder / f"d{n}"
-        write_device_folder(fleet, home.name, home, "mqtt://127.0.0.1:1883")
+        engine = {"train": {"engine": "onnx"}} if home.name in onnx else {}
+        write_device_folder(fleet, home.name, home, "mqtt://127.0.0.1:1883", **engine)
         save(home / "samples.npz", toy(n, shift=0.3 * n))
     return folder
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,23 @@ from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
 from edge_agent.compute import adapter
+from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Inline, Job, Trainer
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
 from edge_agent.rounds.costs import AgentCosts
 from export.first_model import first
+from fleet_core.base import trees
 from fleet_core.base.errors import RevokedError
+from fleet_core.base.trees import Params
 from fleet_core.board.device_settings import Data, Identity, Settings, Training
+from fleet_core.board.limits import Limits
 from fleet_core.data.samples import Samples, save
 from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
-from fleet_core.model.layout import InputSpec
+from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.model.train_graph import pack
 
 CLASSES = ("a", "b", "c")
 
@@ -65,8 +70,8 @@ class Clock:
 class ReplaceableTrainer:
     """A device's trainer; a test may replace ``inner`` at any time."""
 
-    def __init__(self) -> None:
-        self.inner: Trainer = InlineTrainer()
+    def __init__(self, engine: str = "torch") -> None:
+        self.inner: Trainer = InlineTrainer() if engine == "torch" else Inline(GraphJobs().handle)
 
     @property
     def busy(self) -> bool:
@@ -134,19 +139,21 @@ class World:
         return self.server
 
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
-        """train=False: the device only personalizes and answers. trainer=False: it has no torch. limits: of its board.
-        Other keywords belong to ``[data]``."""
+        """train=False: the device only personalizes and answers. trainer=False: it has no torch and no engine.
+        engine="onnx": it trains without torch. limits: of its board. Other keywords belong to ``[data]``."""
         self.lives += 1
         home = DeviceState(self.folder / "devices" / name)
         if samples is not None:
             home.folder.mkdir(parents=True, exist_ok=True)
             save(home.folder / "samples.npz", samples)
         train, torch_is_there, limits = data.pop("train", True), data.pop("trainer", True), data.pop("limits", None)
+        engine = data.pop("engine", "torch")
         settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train))
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
-        trainer = ReplaceableTrainer() if torch_is_there else None
+        trainer = ReplaceableTrainer(engine) if torch_is_there else None
+        limits = Limits(True, engines=(engine,)) if limits is None and engine != "torch" else limits
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), AgentCosts(), trainer, boot=boot,
             limits=limits, adapter=Inline(adapter.handle), clock=self.clock, now_ms=self.clock.ms,
@@ -244,12 +251,19 @@ def _first(model: str, spec: InputSpec, classes: tuple[str, ...], options: str, 
     return first(model, spec, classes, json.loads(options), head=head, seed=0)
 
 
-def world(folder: Path, text: str, broker: LoopbackBroker | None = None) -> World:
-    """A fleet from ``text`` (fleet.toml); graphs and first weights are made once per test run."""
+def _train_graph(fleet: Fleet, layout: Layout, first: Params) -> bytes:
+    from tests.support.train_graphs import train_graph  # takes a second to import, and most worlds have none
+
+    return pack(replace(train_graph(fleet.method.name, layout), first=trees.only(first, fleet.method.personal)))
+
+
+def world(folder: Path, text: str, broker: LoopbackBroker | None = None, *, train_graph: bool = False) -> World:
+    """A fleet from ``text`` (fleet.toml); graphs and first weights are made once per test run. train_graph: with the
+    graph for devices that train without torch."""
 
     def make(settings: Any, head: bool) -> tuple[bytes, bytes]:
         model = settings.model
         return _first(model.name, model.input, model.classes, json.dumps(dict(model.options)), head)
 
-    fleet = create_fleet(folder / "fleet", text, make)
+    fleet = create_fleet(folder / "fleet", text, make, _train_graph if train_graph else None)
     return World(folder, fleet, broker or LoopbackBroker())

@@ -20,9 +20,11 @@ from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running import in_one_process
 from cloud_server.running.first_settings import fleet_toml
-from export.first_model import first
+from export.first_model import first, train_graph_of
+from fleet_core.base.trees import Params
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.samples import Samples, load, save
+from fleet_core.model.layout import Layout
 from tests.support import waiting
 from tests.support.waiting import PATIENCE_S
 
@@ -42,14 +44,21 @@ def write_samples(path: Path) -> Path:
     return path
 
 
-def small_fleet(folder: Path, *, rounds: int = 2, name: str = "desk", method: str = "pfldyn-proto") -> Fleet:
-    """The fleet that ``metafleet init`` makes of the samples."""
+def small_fleet(
+    folder: Path, *, rounds: int = 2, name: str = "desk", method: str = "pfldyn-proto", train_graph: bool = False
+) -> Fleet:
+    """The fleet that ``metafleet init`` makes of the samples. train_graph: with the graph for training without torch.
+    """
     everything = load(write_samples(folder.with_name("all.npz")))
     text = fleet_toml(everything, name, method, None, rounds=rounds, seed=0, min_devices=1)
     text = text.replace("local_steps = 20", "local_steps = 3")
     return create_fleet(folder, text, lambda settings, head: first(
         settings.model.name, settings.model.input, settings.model.classes, settings.model.options, head=head, seed=0
-    ))
+    ), _train_graph if train_graph else None)
+
+
+def _train_graph(fleet: Fleet, layout: Layout, weights: Params) -> bytes:
+    return train_graph_of(layout, fleet.method, fleet.hyper, weights, seed=0)
 
 
 def wide_fleet(folder: Path, rounds: int) -> Fleet:
@@ -70,9 +79,9 @@ options = {{ hidden = [256] }}
     ))
 
 
-def device(fleet: Fleet, name: str, home: Path, *, train: bool = True) -> Path:
+def device(fleet: Fleet, name: str, home: Path, *, train: bool = True, engine: str = "auto") -> Path:
     """A device's home with its own samples."""
-    write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", train={"enabled": train})
+    write_device_folder(fleet, name, home, "mqtt://127.0.0.1:1883", train={"enabled": train, "engine": engine})
     save(home / "samples.npz", load(fleet.folder.with_name("all.npz")).of_client(name))
     return home
 

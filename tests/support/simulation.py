@@ -19,11 +19,11 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.learning import local_training, models, personal_model
-from fleet_core.learning.local_training import TrainResult
-from fleet_core.learning.round_plans import Participant
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
+from fleet_core.training.local_round import TrainResult
+from fleet_core.training.round_plans import Participant
 
 Array = np.ndarray[Any, Any]
 Samples = tuple[Array, Array]

@@ -38,35 +38,39 @@ pytestmark = [NEEDS_MOSQUITTO, pytest.mark.slow]
 ROUNDS = 100 if LONG else 16  # two for each step: one may be over before it is awaited
 RANDOM_KILLS = 60 if LONG else 6
 SEED = int(os.environ.get("METAFLEET_SEED", "1"))
-DEVICE = "d1"
+ONNX, DEVICE = "d0", "d1"
+"""The device that trains without torch, in its own process, and the one with a trainer."""
 
 Step = Callable[[Message], bool]
 
 
-def _part(part: int | str) -> Step:
-    """A message of the device's upload, in any round."""
-    return lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{DEVICE}/up/") and m.topic.endswith(f"/{part}")
+def steps_of(device: str) -> dict[str, Step]:
+    """What happens to a device in any round, in order."""
+
+    def part(part: int | str) -> Step:
+        return lambda m: m.topic.startswith(f"fl1/{FLEET}/a/{device}/up/") and m.topic.endswith(f"/{part}")
+
+    def down(kind: str) -> Step:
+        return lambda m: m.topic == topics.down(FLEET, device) and json_of(m).get("t") == kind
+
+    return {
+        "a round is announced, with what was counted": lambda m: m.topic == topics.current(FLEET) and not m.retain,
+        "it trains": lambda m: m.topic == topics.presence(FLEET, device) and json_of(m).get("ph") == "train",
+        "it offers": part("m"),
+        "it is granted chunks": down("need"),
+        "the first chunk comes": part(0),
+        "another chunk comes": part(1),
+        "it is told done": down("done"),
+    }
 
 
-def _down(kind: str) -> Step:
-    return lambda m: m.topic == topics.down(FLEET, DEVICE) and json_of(m).get("t") == kind
-
-
-STEPS: dict[str, Step] = {
-    "a round is announced, with what was counted": lambda m: m.topic == topics.current(FLEET) and not m.retain,
-    "it trains": lambda m: m.topic == topics.presence(FLEET, DEVICE) and json_of(m).get("ph") == "train",
-    "it offers": _part("m"),
-    "it is granted chunks": _down("need"),
-    "the first chunk comes": _part(0),
-    "another chunk comes": _part(1),
-    "it is told done": _down("done"),
-}
+STEPS = steps_of(DEVICE)
 
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fleet of two devices that has not run yet."""
-    return tiny_fleet(tmp_path_factory.mktemp("founded"), rounds=ROUNDS)
+    """A fleet of two devices that has not run yet; one trains with torch, one without."""
+    return tiny_fleet(tmp_path_factory.mktemp("founded"), rounds=ROUNDS, onnx=(ONNX,))
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +100,12 @@ def end_one(broker: Mosquitto, running: Processes, victim: str, *, forget: bool 
         running.start(victim)
 
 
-@pytest.mark.parametrize("victim", [DEVICE, "server", "broker"])
+@pytest.mark.parametrize("victim", [DEVICE, ONNX, "server", "broker"])
 def test_a_kill_at_every_step_of_the_protocol_changes_nothing(
     founded: Path, whole: Path, tmp_path: Path, victim: str
 ) -> None:
     with fleet_of(founded, tmp_path / "run") as (broker, running):
-        for count, (name, step) in enumerate(STEPS.items()):
+        for count, (name, step) in enumerate(steps_of(ONNX if victim == ONNX else DEVICE).items()):
             running.message(step, what=name)
             end_one(broker, running, victim, forget=count % 2 == 0)
         running.finish()
@@ -127,7 +131,7 @@ def test_kills_at_random_moments_change_nothing(founded: Path, whole: Path, tmp_
         for _ in range(RANDOM_KILLS):
             at_s = time.monotonic() + draw.uniform(0, 0.8)
             running.until(partial(passed, at_s))
-            victim = draw.choice(["d0", "d1", "d0's trainer", "d1's trainer", "server", "broker"])
+            victim = draw.choice([ONNX, ONNX, DEVICE, f"{DEVICE}'s trainer", "server", "broker"])
             print(f"round {running.closed() + 1}: {victim}")
             end_one(broker, running, victim, forget=draw.random() < 0.5)
         running.finish()

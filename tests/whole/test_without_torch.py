@@ -106,7 +106,7 @@ def pip(*arguments: str) -> None:
 def test_the_wheel_holds_the_packages_and_neither_tests_nor_benchmarks(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"fleet_core", "edge_agent", "cloud_server", "export", "firmware_profiles"}
+    assert tops == {"fleet_core", "edge_agent", "cloud_server", "export", "firmware_profiles", "metafleet"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {f"{top}/py.typed" for top in tops} <= set(names)
 
@@ -161,9 +161,26 @@ def test_a_fleet_is_not_made_without_torch_and_the_extra_is_named(operator: Torc
     assert 'hint: pip install "metafleet[export]"' in done.stderr
 
 
+def test_the_base_install_takes_part_in_rounds_where_the_fleet_has_the_graph(
+    torchless: Torchless, operator: Torchless, tmp_path: Path
+) -> None:
+    fleet = small_fleet(tmp_path / "fleet", train_graph=True)
+    home = device(fleet, "d1", tmp_path / "d1")
+    with private_broker(tmp_path / "broker") as broker, programs_in(tmp_path) as programs:
+        at = ("--broker", broker.url)
+        server = operator, "metafleet", "server", "start", fleet.folder
+        for install, program, *arguments in (server, (torchless, "edge-agent", "run", "--home", home)):
+            command = [str(torchless.bin / program), *map(str, arguments), *at]
+            last = programs.start(*command, environ=install.environ, cwd=torchless.folder)
+        last.until(lambda: closed_rounds(fleet.folder) == [1, 2])
+    with Ledger(fleet.ledger_path, create=False) as ledger:
+        assert [row.cohort for row in ledger.rounds("closed")] == [("d1",), ("d1",)]
+
+
 def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(
     torchless: Torchless, operator: Torchless, tmp_path: Path
 ) -> None:
+    """The fleet has no graph for training: it was made by the version before."""
     fleet = small_fleet(tmp_path / "fleet")
     trains, serves = (device(fleet, name, tmp_path / name) for name in ("d0", "d1"))
     np.save(tmp_path / "raw.npy", np.eye(3, 8, dtype=np.float32) * 3)
@@ -177,14 +194,14 @@ def test_aggregator_and_agent_work_without_torch_beside_one_that_trains(
 
         server = start("metafleet", "server", "start", fleet.folder)
         agent = start("edge-agent", "run", "--home", serves)
-        agent.wait_for("torch is not installed: this device serves and does not train")
         agent.wait_for("d1 is on")
         trainer = programs.start(*edge_agent("run", "--home", trains, *at))
         trainer.until(lambda: closed_rounds(fleet.folder) == [1, 2])
 
         with Ledger(fleet.ledger_path, create=False) as ledger:
             server.until(lambda: {row.device for row in ledger.rows(Evaluation, round=2)} == {"d0", "d1"})
-            assert ledger.rows(Device, name="d1")[0].cannot == "does not train: torch is not installed"
+            assert ledger.rows(Device, name="d1")[0].cannot == (
+                "does not train: it has no torch, and the fleet no graph for training with pfldyn-proto")
             assert [row.cohort for row in ledger.rounds("closed")] == [("d0",), ("d0",)]
         done = operator.run(
             "metafleet", "predict", str(fleet.folder), "d1", str(tmp_path / "raw.npy"), "--json", *at

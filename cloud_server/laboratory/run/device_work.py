@@ -30,10 +30,11 @@ from fleet_core.codecs.interface import Seed
 from fleet_core.data.partitions import Share
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.learning.architectures import MODELS
-from fleet_core.learning.round_plans import Participant
 from fleet_core.model.encoded_update import EncodedUpdate, encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
+from fleet_core.training.local_round import TrainResult
+from fleet_core.training.round_plans import Participant
 
 TEST_STEP = "test_step"
 FAILURES = (RoundError, DataError, CodecError)
@@ -155,14 +156,14 @@ class Worker:
     def learn(self, task: TrainingTask) -> list[TrainedDevice]:
         """One round of each client, side by side where the run says so. A failure concerns its client alone."""
         states = [self._clients.load(client, task.after) for client in task.clients]
-        results: Sequence[local_training.TrainResult | FleetError] | None = None
+        results: Sequence[TrainResult | FleetError] | None = None
         if self._side_by_side > 1 and len(states) > 1:
             results = self._together(task, states)
         if results is None:
             results = [self._alone(task, *found) for found in zip(task.clients, states, strict=True)]
         return [self._sent(task, *found) for found in zip(task.clients, results, states, strict=True)]
 
-    def _alone(self, task: TrainingTask, client: str, state: ClientState) -> local_training.TrainResult | FleetError:
+    def _alone(self, task: TrainingTask, client: str, state: ClientState) -> TrainResult | FleetError:
         one = self._participant(task, client, state)
         try:
             return local_training.train_round(
@@ -172,7 +173,7 @@ class Worker:
         except FAILURES as error:
             return error
 
-    def _together(self, task: TrainingTask, states: Sequence[ClientState]) -> list[local_training.TrainResult] | None:
+    def _together(self, task: TrainingTask, states: Sequence[ClientState]) -> list[TrainResult] | None:
         """None where one of them fails: then each is trained alone."""
         several = [self._participant(task, *found) for found in zip(task.clients, states, strict=True)]
         with contextlib.suppress(*FAILURES):
@@ -192,7 +193,7 @@ class Worker:
         return self._run.seed, task.round, zlib.crc32(client.encode())
 
     def _sent(
-        self, task: TrainingTask, client: str, result: local_training.TrainResult | FleetError, before: ClientState
+        self, task: TrainingTask, client: str, result: TrainResult | FleetError, before: ClientState
     ) -> TrainedDevice:
         """Writes the state after the round; returns the update as the server decodes it."""
         try:
@@ -214,7 +215,7 @@ class Worker:
         )
 
     def _encoded(
-        self, task: TrainingTask, client: str, result: local_training.TrainResult, before: ClientState
+        self, task: TrainingTask, client: str, result: TrainResult, before: ClientState
     ) -> EncodedUpdate:
         if task.codec == PLAIN and not self._experiment.skip_below:
             update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)

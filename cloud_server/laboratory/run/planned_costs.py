@@ -313,7 +313,7 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
     try:
         from fleet_core.learning import models
         from fleet_core.learning.flops import round_flops
-        from fleet_core.learning.round_plans import Participant, plan_of
+        from fleet_core.training.round_plans import Participant, plan_of
     except ModuleNotFoundError as error:
         return None, f"'{error.name}' is not installed"
     if asked.method.adaptation == "fedproto" and not asked.labels:

@@ -157,6 +157,7 @@ def test_init_says_what_a_method_makes_of_the_link(
 ) -> None:
     made = tuple((place / "fleet" / f"{name}.safetensors").read_bytes() for name in ("graph", "weights"))
     monkeypatch.setattr(operator_cli, "_export", lambda settings, head: made)
+    monkeypatch.setattr(operator_cli, "_export_train", lambda fleet, layout, first: b"")
     for name, method in (("fleet", "fedproto"), ("other", "pfldyn-proto")):
         settings = tomllib.loads((place / "fleet" / "fleet.toml").read_text())
         settings["fleet"]["method"], settings["hyper"] = method, {}
@@ -527,15 +528,26 @@ def test_init_makes_a_fleet_once_and_again_only_what_is_missing(run: Run, data: 
     made = contents(fleet)
     certified = {f"{name}.{kind}" for name in ("ca", "tokens-ca", "aggregator") for kind in ("key", "pem")}
     assert {name for name in made if not name.startswith("mosquitto/")} == certified | {
-        "fleet.toml", "fleet.key", "fleet.pub", "graph.safetensors", "weights.safetensors", "ledger.sqlite"
+        "fleet.toml", "fleet.key", "fleet.pub", "graph.safetensors", "train.safetensors", "weights.safetensors",
+        "ledger.sqlite",
     }
     assert all(path.stat().st_mode & 0o077 == 0 for path in fleet.rglob("*.key"))
     assert run("metafleet", "init", fleet).code == 0
     assert contents(fleet) == made
+    (fleet / "train.safetensors").unlink()
+    assert run("metafleet", "init", fleet, "--no-train-graph").code == 0
+    assert not (fleet / "train.safetensors").exists()
     (fleet / "graph.safetensors").unlink()
     refused(run("metafleet", "server", "start", fleet), 1, "the graph is missing", f"hint: metafleet init {fleet}")
     assert run("metafleet", "init", fleet, "--data", data, "--rounds", 2).code == 0
     assert contents(fleet) == made
+
+
+def test_init_says_which_methods_devices_need_torch_to_train(run: Run, data: Path, tmp_path: Path) -> None:
+    done = run("metafleet", "init", tmp_path / "fleet", "--data", data, "--method", "pfedgp", "--model", "mlp")
+    assert done.code == 0
+    assert "the estimator gp of pfedgp cannot become a graph: devices of this fleet need torch to train" in done.err
+    assert not (tmp_path / "fleet" / "train.safetensors").exists()
 
 
 def test_init_takes_the_arrays_that_rounds_train_and_says_what_does_not_go(
@@ -550,7 +562,8 @@ def test_init_takes_the_arrays_that_rounds_train_and_says_what_does_not_go(
             "--freeze: unknown value 'atuo', expected one of auto, never (did you mean 'auto'?)")
     refused(run("metafleet", "init", fleet, "--data", data, "--method", "pfedhn", "--freeze", "auto"), 2,
             "train.freeze: pfedhn makes the whole model of every device anew in each round")
-    assert run("metafleet", "init", fleet, *given, "--train", "head.*", "--freeze", "auto").code == 0
+    kept = ("--train", "head.*", "--freeze", "auto", "--no-train-graph")
+    assert run("metafleet", "init", fleet, *given, *kept).code == 0
     path = fleet / "fleet.toml"
     text = path.read_text()
     assert '# Arrays that devices train and send, by name, with * and ?: ["head.*"]; empty: the whole model.\n' in text
@@ -562,7 +575,7 @@ def test_init_takes_the_arrays_that_rounds_train_and_says_what_does_not_go(
 
 
 def test_a_new_fleet_trains_everything(run: Run, data: Path, tmp_path: Path) -> None:
-    assert run("metafleet", "init", tmp_path / "fleet", "--data", data).code == 0
+    assert run("metafleet", "init", tmp_path / "fleet", "--data", data, "--no-train-graph").code == 0
     text = (tmp_path / "fleet" / "fleet.toml").read_text()
     assert "[train]" in text
     assert "\nonly = []\n" in text
@@ -601,7 +614,7 @@ def test_the_graph_of_another_model_is_refused(run: Run, place: Path) -> None:
 
 def test_the_first_weights_of_another_model_are_refused(run: Run, place: Path, tmp_path: Path) -> None:
     fleet = small_fleet(tmp_path / "young").folder
-    assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path)).code == 0
+    assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path), "--no-train-graph").code == 0
     shutil.copy(tmp_path / "other" / "weights.safetensors", fleet)
     before = contents(fleet)
     refused(run("metafleet", "server", "start", fleet, "--broker", NOBODY), 1, "weights.safetensors: are not this")
@@ -617,7 +630,7 @@ def wide(folder: Path) -> Path:
 
 
 def test_a_device_whose_graph_is_another_models_gives_no_answer(run: Run, place: Path, tmp_path: Path) -> None:
-    assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path)).code == 0
+    assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path), "--no-train-graph").code == 0
     (graph,) = (place / "d1").glob("graph-*")
     shutil.copy(tmp_path / "other" / "graph.safetensors", graph)
     np.save(tmp_path / "x.npy", np.ones(5, np.float32))
@@ -636,7 +649,7 @@ def test_a_home_without_a_device_says_how_to_enroll_one(run: Run, tmp_path: Path
 
 
 def test_a_home_that_is_another_devices_is_refused(run: Run, place: Path, data: Path, tmp_path: Path) -> None:
-    assert run("metafleet", "init", tmp_path / "other", "--data", data).code == 0
+    assert run("metafleet", "init", tmp_path / "other", "--data", data, "--no-train-graph").code == 0
     before = contents(place)
     enroll = ("metafleet", "devices", "enroll")
     refused(run(*enroll, place / "fleet", "d7", "--to", place / "d0"), 2, "another device's folder: its name is 'd0'")

@@ -26,7 +26,8 @@ from cloud_server.rounds import update_receiver
 from cloud_server.rounds.members import SILENT_S, Members
 from cloud_server.rounds.uploads import Uploads
 from cloud_server.running import aggregator_process
-from edge_agent.compute.trainer import InlineTrainer, Order, TrainerJobs
+from edge_agent.compute.trainer import InlineTrainer, TrainerJobs
+from edge_agent.compute.training_jobs import Order
 from edge_agent.compute.worker import Done, Job, TrainerProcess
 from edge_agent.device.state import DeviceState, Pending
 from fleet_core.algorithms import aggregation
@@ -37,7 +38,6 @@ from fleet_core.base.compression import MAGIC, compress
 from fleet_core.base.errors import BundleError, ConfigError, LinkError
 from fleet_core.codecs import safetensors_payload
 from fleet_core.codecs.kinds.registry import CODECS
-from fleet_core.learning.local_training import TrainResult
 from fleet_core.link.interface import Connected, Disconnected, Message
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.model import choose_frozen, payloads
@@ -48,6 +48,7 @@ from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
 from fleet_core.protocol.round_messages import Manifest, UploadManifest
 from fleet_core.protocol.signing import Signer
+from fleet_core.training.local_round import TrainResult
 from tests.support.deaths import Death, deadly
 from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer, constant_update

@@ -195,7 +195,7 @@ def test_a_board_that_fits_its_profile_has_no_complaints(tmp_path: Path) -> None
     sides = {what: (profile, here) for what, profile, here in doctor.rows(seen)}
     assert sides["glibc"] == ("2.28 or later", "2.35")
     assert sides["torch"] == ("2.10.0", "2.10.0")
-    assert sides["training"] == ("yes", "on")
+    assert sides["training"] == ("yes", "on, engine torch")
 
 
 @pytest.mark.usefixtures("on_orin")

@@ -24,7 +24,7 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Can, Profile
-from fleet_core.learning import local_training
+from fleet_core.training import local_round
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.world_checks import finished, statuses
 
@@ -266,7 +266,7 @@ FOUR = replace(ZERO, memory_mib=1848)
 
 def test_a_board_as_its_profile_says_trains_within_its_limits_and_nothing_is_wrong() -> None:
     board = shipped("raspberry-pi-zero-2-w")
-    assert fit.limits(board, ZERO, Wish()) == Limits(True, "", 800_000, 48)
+    assert fit.limits(board, ZERO, Wish(engine="torch")) == Limits(True, "", 800_000, 48)
     assert fit.complaints(board, ZERO, Wish()) == ()
 
 
@@ -293,17 +293,44 @@ def test_a_machine_whose_memory_is_unknown_has_no_limit_from_memory() -> None:
 
 @pytest.mark.parametrize(("board", "machine", "wish", "why"), [
     ("raspberry-pi-4b", FOUR, Wish(train=False), "device.toml says so"),
-    ("raspberry-pi-4b", replace(FOUR, packages={"onnxruntime": "1.23.2"}), Wish(), "torch is not installed"),
-    ("raspberry-pi-4b", replace(FOUR, memory_mib=390), Wish(), "390 MiB of memory are less than 400"),
+    ("raspberry-pi-4b", replace(FOUR, packages={"onnxruntime": "1.23.2"}), Wish(engine="torch"),
+     "torch is not installed"),
+    ("raspberry-pi-4b", replace(FOUR, packages={"torch": "2.9.1"}), Wish(engine="onnx"),
+     "onnxruntime is not installed"),
+    ("raspberry-pi-4b", replace(FOUR, memory_mib=390), Wish(engine="torch"), "390 MiB of memory are less than 400"),
+    ("raspberry-pi-4b", replace(FOUR, memory_mib=190), Wish(), "190 MiB of memory are less than 200"),
     ("jetson-nano", FOUR, Wish(), "the profile of jetson-nano says that it cannot"),
-    (None, replace(FOUR, bits=32), Wish(), "a 32-bit system has no torch"),
-    (None, replace(FOUR, arch="armv7l"), Wish(), "has no torch"),
+    (None, replace(FOUR, bits=32), Wish(), "a 32-bit system has neither torch nor onnxruntime"),
+    (None, replace(FOUR, arch="armv7l"), Wish(), "has neither torch"),
 ])
 def test_training_is_off_with_its_reason(board: str | None, machine: Machine, wish: Wish, why: str) -> None:
     limits = fit.limits(None if board is None else shipped(board), machine, wish)
     assert not limits.train
     assert why in limits.why
     assert limits.refuses(1) == limits.why
+
+
+@pytest.mark.parametrize(("machine", "wish", "engines"), [
+    (FOUR, "auto", ("torch",)),
+    (replace(FOUR, memory_mib=900), "auto", ("torch",)),  # a board with 1 GB
+    (replace(FOUR, memory_mib=420), "auto", ("onnx", "torch")),  # torch for a fleet without the graph
+    (replace(FOUR, memory_mib=None), "auto", ("torch",)),
+    (replace(FOUR, packages={"onnxruntime": "1.23.2"}), "auto", ("onnx",)),
+    (replace(FOUR, memory_mib=420), "torch", ("torch",)),
+    (FOUR, "onnx", ("onnx",)),
+])
+def test_auto_takes_onnx_where_torch_is_not_installed_or_the_memory_is_under_1_gb(
+    machine: Machine, wish: str, engines: tuple[str, ...]
+) -> None:
+    assert fit.limits(None, machine, Wish(engine=wish)).engines == engines
+
+
+def test_a_board_with_little_memory_takes_more_without_torch() -> None:
+    small = replace(FOUR, memory_mib=420)
+    torch, onnx = (fit.limits(None, small, Wish(engine=engine)) for engine in ("torch", "onnx"))
+    assert torch.max_batch is not None
+    assert onnx.max_batch is not None
+    assert onnx.max_batch > torch.max_batch
 
 
 def test_a_model_over_the_limit_is_refused_and_one_at_it_is_not() -> None:
@@ -337,7 +364,8 @@ def test_a_wheels_local_version_is_no_other_version() -> None:
 
 def test_a_wish_that_the_board_cannot_grant_is_wrong_and_one_not_to_train_is_not() -> None:
     bare = replace(FOUR, packages={"onnxruntime": "1.23.2"})
-    (complaint,) = fit.complaints(shipped("raspberry-pi-4b"), bare, Wish())
+    assert fit.complaints(shipped("raspberry-pi-4b"), bare, Wish()) == ()
+    (complaint,) = fit.complaints(shipped("raspberry-pi-4b"), bare, Wish(engine="torch"))
     assert (complaint.what, complaint.problem) == ("training", "is enabled, but torch is not installed")
     assert "metafleet[train]" in complaint.hint
     assert fit.complaints(shipped("raspberry-pi-4b"), bare, Wish(train=False)) == ()
@@ -384,14 +412,14 @@ def test_a_board_too_small_for_the_model_answers_and_does_not_train_and_the_oper
 
 def test_a_trainer_receives_the_boards_batch(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, set[int]] = {}
-    trained = local_training.train_round
+    trained = local_round.train_one
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         seen = next(a for a in arguments if hasattr(a, "support_batch"))
         sizes.setdefault(str(seen.support_batch), set()).add(seen.query_batch)
         return trained(*arguments, **keywords)
 
-    monkeypatch.setattr(local_training, "train_round", noted)
+    monkeypatch.setattr(local_round, "train_one", noted)
     fleet.start_server()
     fleet.start_agent("d0", toy(0), limits=Limits(True, "", None, 4))
     fleet.start_agent("d1", toy(1))

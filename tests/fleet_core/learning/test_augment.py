@@ -10,8 +10,10 @@ import torch
 
 from fleet_core.base.errors import ConfigError
 from fleet_core.learning import models
-from fleet_core.learning.augment import PADDING, augmented, crop_flip
+from fleet_core.learning.augment import augmented
 from fleet_core.model.layout import InputSpec
+from fleet_core.training import augment
+from fleet_core.training.augment import PADDING
 from tests.support.simulation import Fleet, equal_bits, hyper_of, max_difference
 
 Array = np.ndarray[Any, Any]
@@ -47,9 +49,18 @@ def test_a_changed_image_is_one_of_its_crops_or_their_mirror_images(dtype: str) 
     assert len({i % crops for i in picked}) > 35
 
 
+def test_without_torch_the_same_images_come_out() -> None:
+    x = images(12)
+    one, other = (np.random.default_rng(3) for _ in range(2))
+    found = augment.augmented("crop-flip", x, one)
+    assert np.array_equal(found, augmented("crop-flip", torch.from_numpy(x), other).numpy())
+    assert found.flags.c_contiguous
+    assert one.random() == other.random()
+
+
 def test_every_corner_is_drawn_and_the_middle_is_the_image_itself() -> None:
     x = torch.arange(3 * 4).reshape(1, 1, 3, 4).repeat(3000, 1, 1, 1)
-    found = crop_flip(x, np.random.default_rng(0)).numpy()
+    found = augmented("crop-flip", x, np.random.default_rng(0)).numpy()
     kinds = {changed.tobytes() for changed in found}
     middle = x[0].numpy()
     assert {middle.tobytes(), np.ascontiguousarray(middle[:, :, ::-1]).tobytes()} <= kinds

@@ -16,9 +16,9 @@ from fleet_core.base import trees
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.learning import local_training, models
 from fleet_core.learning.flops import flops_per_sample, layers_of
-from fleet_core.learning.local_training import TrainResult
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.model.select_arrays import refusal
+from fleet_core.training.local_round import TrainResult
 from tests.support.simulation import TOY, Fleet, hyper_of, max_difference, toy_layout, toy_samples
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -1,0 +1,146 @@
+"""Rounds without torch: the update of every method that can, compared with torch's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import trees
+from fleet_core.base.errors import BundleError, RoundError
+from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.trees import Params
+from fleet_core.learning import local_training
+from fleet_core.training import local_round
+from fleet_core.training.graph_engine import GraphEngine, Opened, check_golden
+from fleet_core.training.local_round import TrainResult
+from tests.support.simulation import Fleet, hyper_of, max_difference, toy_samples
+from tests.support.train_graphs import ABLE, opened, train_graph
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+STEPS: dict[str, Any] = {
+    "local_steps": 20, "batch": 20, "support_batch": 10, "query_batch": 10, "inner_steps": 2, "shots": 3,
+    "query_shots": 4, "client_lr": 0.05,
+}  # fmt: skip
+
+
+def both(name: str, moving: Moving = EVERYTHING, rounds: int = 1, **changes: Any) -> tuple[TrainResult, TrainResult]:
+    """The result of the last of ``rounds`` on one device by torch and by the graph, which start alike."""
+    fleet = Fleet(name, hyper_of(name, **{**STEPS, **changes}), [toy_samples(), toy_samples(50, seed=1)])
+    for _ in range(rounds - 1):
+        fleet.round()
+    sent = fleet.broadcast()
+    (one, _), (again, _) = fleet.participants(), fleet.participants()
+    by_torch = local_training.train_round(
+        fleet.method, fleet.model, fleet.layout, sent.beside(one.per_device), one.state, one.x, one.y, fleet.hyper,
+        one.rng, moving=moving,
+    )
+    engine = GraphEngine(opened(train_graph(name)))
+    return by_torch, local_round.train_one(engine, fleet.method, fleet.layout, sent, again, fleet.hyper, moving=moving)
+
+
+def distance(one: Params, other: Params) -> float:
+    """Relative to the norm of ``one``."""
+    return float(trees.norm(trees.subtract(one, other)) / (trees.norm(one) or 1.0))
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_the_update_of_twenty_steps_is_torchs(name: str) -> None:
+    """And the state that follows, in a device's second round: of the dual, the control, the personal groups."""
+    by_torch, found = both(name, rounds=2)
+    assert {g: list(named) for g, named in found.update.groups.items()} == {
+        g: list(named) for g, named in by_torch.update.groups.items()
+    }
+    assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+    assert found.pending.keys() == by_torch.pending.keys()
+    for role, tree in by_torch.pending.items():
+        assert distance(tree, found.pending[role]) < 1e-5
+    assert found.update.scalars == pytest.approx(by_torch.update.scalars, rel=1e-5)
+    assert (found.samples, found.steps, found.left_out, found.flops) == (
+        by_torch.samples, by_torch.steps, by_torch.left_out, by_torch.flops)
+    assert found.loss == pytest.approx(by_torch.loss, rel=1e-5)
+    assert all(a.dtype == np.float32 for named in found.update.groups.values() for a in named.values())
+
+
+@pytest.mark.parametrize("name", ["pfldyn-proto", "per-fedavg-exact", "scaffold"])
+def test_frozen_arrays_stay_and_are_not_sent(name: str) -> None:
+    moving = Moving(frozenset({"body/layers.0.weight"}))
+    by_torch, found = both(name, moving)
+    assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+    assert "layers.0.weight" not in found.update.groups["body"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("per-fedavg-exact", {"independent_hessian_batch": True}), ("fedmeta-maml", {"form": "appendix"}),
+     ("fedavg", {"local_optimizer": "adam", "weight_decay": 0.01})],
+)  # fmt: skip
+def test_other_forms_of_a_method_are_torchs_too(name: str, changes: dict[str, Any]) -> None:
+    by_torch, found = both(name, **changes)
+    assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+
+
+def test_classes_of_a_devices_own_take_the_same_graph() -> None:
+    """More than the fleet has, one of them with two samples."""
+    x, y = toy_samples(60, 5)
+    y[y == 4] = np.where(np.arange((y == 4).sum()) < 2, 4, 3)
+    fleet = Fleet("pfldyn-proto", hyper_of("pfldyn-proto", **STEPS), [(x, y * 7)])
+    sent, (one,), (again,) = fleet.broadcast(), fleet.participants(), fleet.participants()
+    by_torch = local_training.train_round(
+        fleet.method, fleet.model, fleet.layout, sent, one.state, one.x, one.y, fleet.hyper, one.rng)
+    engine = GraphEngine(opened(train_graph("pfldyn-proto")))
+    found = local_round.train_one(engine, fleet.method, fleet.layout, sent, again, fleet.hyper)
+    assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+
+
+def test_the_graph_gives_its_golden_outputs_and_one_that_does_not_is_refused() -> None:
+    graph = train_graph("per-fedavg-exact")
+    check_golden(opened(graph))
+    for kind, place in (("train", (0, 0)), ("train", (1, 1)), ("product", (2, 0))):
+        wrong = graph.golden[kind].copy()
+        wrong[place] = wrong[place] * 1.02 + 0.1
+        with pytest.raises(BundleError, match=f"the graph '{kind}' does not give its golden outputs"):
+            check_golden(opened(replace(graph, golden={**graph.golden, kind: wrong})))
+
+
+def test_a_graph_of_another_estimator_or_with_other_constants_is_refused() -> None:
+    fleet = Fleet("pfldyn-proto", hyper_of("pfldyn-proto", distance="norm"), [toy_samples()])
+    (one,), sent = fleet.participants(), fleet.broadcast()
+    for name, why in (("pfldyn-proto", "was made with distance = 'squared', and the round has 'norm'"),
+                      ("fedavg", "is not of the estimator proto")):
+        engine = GraphEngine(opened(train_graph(name)))
+        with pytest.raises(BundleError, match=why):
+            local_round.train_one(engine, fleet.method, fleet.layout, sent, one, fleet.hyper)
+
+
+def test_a_loss_that_is_not_finite_ends_the_round() -> None:
+    fleet = Fleet("fedavg", hyper_of("fedavg", client_lr=1e6, local_steps=20, clip_norm=0.0), [toy_samples()])
+    (one,), sent = fleet.participants(), fleet.broadcast()
+    huge = replace(sent, groups=trees.scale(sent.groups, np.float32(1e18)))
+    with pytest.raises(RoundError, match=r"the loss is (nan|inf) at step"):
+        local_round.train_one(GraphEngine(opened(train_graph("fedavg"))), fleet.method, fleet.layout, huge, one,
+                              fleet.hyper)
+
+
+def test_a_graph_that_fails_in_a_step_changes_nothing() -> None:
+    """Memory that runs out, say."""
+    fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=4), [toy_samples()])
+    (one,), sent = fleet.participants(), fleet.broadcast()
+    whole, calls = opened(train_graph("fedavg")), [0]
+
+    def failing(feed: dict[str, Any]) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise MemoryError("no memory")
+        return whole.functions["train"](feed)
+
+    before = trees.apply(np.copy, sent.groups)
+    with pytest.raises(MemoryError):
+        local_round.train_one(GraphEngine(Opened(whole.graph, {"train": failing})), fleet.method, fleet.layout, sent,
+                              one, fleet.hyper)
+    assert max_difference(before, sent.groups) == 0.0
+    assert METHODS["fedavg"].client.keeps == ()
