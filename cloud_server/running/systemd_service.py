@@ -7,13 +7,12 @@ import pwd
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cloud_server.records.fleet_folder import Fleet
-from fleet_core.base import storage
+from fleet_core.base import processes, storage
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.processes import typed
 
@@ -63,7 +62,7 @@ def service_of(fleet: Fleet, options: Sequence[str], *, user: bool, home: Path |
 
     Raises ConfigError if that owner is root, or a path cannot stand in a unit file."""
     folder = fleet.folder.resolve()
-    command = [sys.executable, "-m", "cloud_server.commands.cli", "server", "start", str(folder), "--quiet", *options]
+    command = processes.command("cloud_server.commands.cli", "server", "start", str(folder), "--quiet", *options)
     for word in (*command, str(folder)):
         if any(c.isspace() or c in '%"\'\\$' for c in word):
             raise ConfigError("a unit file cannot name it as it is", where=word,

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
+from fleet_core.board.limits import TORCH_FROM_MIB
 from fleet_core.board.profile import LEAST_ISA, TORCH_BELOW, Image, Profile
 
 UV_GLIBC_MINORS = (17, 28, *range(31, 41))
 """The minor versions of glibc 2 that uv has a platform for."""
-
-LEAST_TORCH_MIB = 1024
-"""A board that is only sold with less memory gets no torch: it would leave little of 512 MB for anything else."""
 
 FIRST_BOOT = ("cloud-init", "firstrun", "ssh")
 
@@ -91,7 +89,7 @@ def _takes_torch(profile: Profile, engine: str) -> bool:
     for anything beside it."""
     if not profile.can.train or engine == "onnx":
         return False
-    return engine == "torch" or max(profile.memory_mib, default=LEAST_TORCH_MIB) >= LEAST_TORCH_MIB
+    return engine == "torch" or max(profile.memory_mib, default=TORCH_FROM_MIB) >= TORCH_FROM_MIB
 
 
 def _torch(profile: Profile) -> str:

@@ -15,6 +15,7 @@ import pytest
 from cloud_server.commands import cli
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running import systemd_service
+from fleet_core.base import processes
 from fleet_core.base.errors import ConfigError, StateError
 from tests.support.cli import runner
 
@@ -49,8 +50,8 @@ def test_a_service_of_ones_own_starts_the_aggregator_and_may_write_to_its_folder
     assert made.path == tmp_path / ".config/systemd/user/metafleet-desk.service"
     unit = parsed(made.text)
     command = shlex.split(unit["Service"]["ExecStart"])
-    assert command[1:] == ["-m", "cloud_server.commands.cli", "server", "start", str(fleet.folder.resolve()), "--quiet",
-                           "--port", "8883"]
+    assert command == processes.command("cloud_server.commands.cli", "server", "start", str(fleet.folder.resolve()),
+                                        "--quiet", "--port", "8883")
     assert Path(command[0]).is_absolute()
     assert (unit["Service"]["ProtectSystem"], unit["Service"]["ReadWritePaths"]) == ("strict", str(fleet.folder))
     assert "User" not in unit["Service"]
