@@ -22,8 +22,8 @@ LEAST_GLIBC = (2, 27)
 LEAST_PYTHON = (3, 10)
 LEAST_SHARE_OF_SOLD = 0.7  # of the nominal memory; graphics and firmware take the rest
 TORCH_FROM_MIB = 1024
-"""Nominal memory with which auto takes torch, and with which a board is flashed with it: it would leave little of 512 MB
-for anything else."""
+"""Nominal memory with which auto takes torch, and a board is flashed with it: it would leave little of 512 MB for
+anything else."""
 PACKAGES = {"torch": "torch", "onnx": "onnxruntime"}
 """What each engine needs installed."""
 
