@@ -222,7 +222,7 @@ def predict_command(
     as_json: JSON = False,
 ) -> None:
     """Ask a device for an answer, over MQTT."""
-    from cloud_server.commands import predict
+    from cloud_server.devices import predict
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.data import unlabelled

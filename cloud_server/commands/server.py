@@ -78,7 +78,7 @@ def server_config(
 @server_app.command("status")
 def status(fleet: FLEET, as_json: JSON = False) -> None:
     """Show closed rounds, which devices are on, and what the fleet has cost."""
-    from cloud_server.commands import fleet_status
+    from cloud_server.devices import fleet_status
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
     from cloud_server.reports import result, verdict
@@ -168,7 +168,7 @@ def resume(fleet: FLEET, as_json: JSON = False) -> None:
 
 
 def _pause(fleet: Path, paused: bool, as_json: bool) -> None:
-    from cloud_server.commands import pause as pausing
+    from cloud_server.devices import pause as pausing
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)

@@ -52,7 +52,7 @@ LIGHT = {
         # Imported by the operator's commands when they run.
         (
             "cloud_server.running.aggregator_process", "cloud_server.identity.create_fleet",
-            "cloud_server.commands.predict", "cloud_server.reports.html_report", "cloud_server.running.backup",
+            "cloud_server.devices.predict", "cloud_server.reports.html_report", "cloud_server.running.backup",
             "cloud_server.records.read_served_model", "cloud_server.running.method_catalogue",
             "cloud_server.identity.token_enrolment", "cloud_server.devices.flash_over_ssh", "cloud_server.running.demo",
             "cloud_server.laboratory.compare.html_page", "cloud_server.laboratory.run.run_folder",

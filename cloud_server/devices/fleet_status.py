@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cloud_server.commands import pause
+from cloud_server.devices import pause
 from cloud_server.identity import token_enrolment
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
