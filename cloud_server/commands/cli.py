@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.commands import bundle, costs, lab, plan
+from cloud_server.commands import bundle, console, costs, lab, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
@@ -265,7 +265,8 @@ def report(
         processes.say("no round has been closed yet")
 
 
-for command in (bundle.export, costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):
+for command in (bundle.export, console.console, costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare,
+                lab.advise):
     app.command()(command)
 
 

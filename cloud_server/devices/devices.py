@@ -94,7 +94,7 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     from cloud_server.records.fleet_folder import Fleet
 
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
-        facts = {**facts_of(ledger, _known(ledger, fleet, name)),
+        facts = {**facts_of(ledger, known_device(ledger, fleet, name)),
                  "volume": schema.plain(ledger.volume("device").get(name)),
                  "energy": schema.plain(ledger.joules("device").get(name)),
                  "absent_energy": list(ledger.absent_energy("device").get(name, ()))}
@@ -118,7 +118,7 @@ def listed_devices(ledger: Ledger) -> list[Device]:
     known = {device.name: device for device in ledger.devices()}
     for invited in token_enrolment.open_tokens(ledger).values():
         known.setdefault(invited.device, Device(name=invited.device, status="invited"))
-    for name in _pending(ledger):
+    for name in pending_requests(ledger):
         known.setdefault(name, Device(name=name, status=""))
     return sorted(known.values(), key=lambda device: device.name)
 
@@ -135,13 +135,13 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
     return {
         **schema.plain(device),
         "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
-        "pending": _pending(ledger).get(device.name),
+        "pending": pending_requests(ledger).get(device.name),
         "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
         "resting": resting(ledger, time.time()).get(device.name),
     }
 
 
-def _pending(ledger: Ledger) -> dict[str, str]:
+def pending_requests(ledger: Ledger) -> dict[str, str]:
     """Device -> ``enroll`` or ``revoke``: its newest request that the aggregator has not carried out yet."""
     requests = [(requested_at(value), *key.partition("/")[::2]) for key, value in ledger.requests().items()]
     return {name: what for _, what, name in sorted(requests) if what in ("enroll", "revoke")}
@@ -153,7 +153,7 @@ def _status(facts: dict[str, Any]) -> str:
     return ", ".join(filter(None, (facts["status"], pending, resting)))
 
 
-def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
+def known_device(ledger: Ledger, fleet: Path, name: str) -> Device:
     """The device of this name. Raises ConfigError with a suggestion if there is none."""
     rows = {device.name: device for device in listed_devices(ledger)}
     if name not in rows:
@@ -166,7 +166,7 @@ def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
 def enrolled_device(fleet: Fleet, name: str) -> Device:
     """The enrolled device of this name. Raises ConfigError if it never joined or was revoked."""
     with Ledger(fleet.ledger_path, create=False) as ledger:
-        device = _known(ledger, fleet.folder, name)
+        device = known_device(ledger, fleet.folder, name)
     if device.status != "enrolled":
         why = "was revoked" if device.status == "revoked" else "has not joined yet"
         raise ConfigError(f"device '{name}' {why}", hint=f"metafleet devices list {typed(fleet.folder)}")
@@ -263,7 +263,7 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
     from cloud_server.identity import fleet_certificates
 
     with Ledger(fleet.ledger_path, create=False) as ledger:
-        _known(ledger, fleet.folder, name)
+        known_device(ledger, fleet.folder, name)
         ledger.request(f"revoke/{name}", repr(time.time()))
         serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
         running = fleet.running()

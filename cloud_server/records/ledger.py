@@ -212,6 +212,9 @@ class Ledger:
         with self.transaction():
             self._query("DELETE FROM control WHERE key = ? AND value = ?", (key, value))
 
+    def data_version(self) -> int:
+        """Differs from the last call's if another connection has written to the file since."""
+        return self._pragma("data_version")
 
     def _open(self) -> None:
         version = self._pragma("user_version")

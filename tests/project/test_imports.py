@@ -34,6 +34,8 @@ HOMES = {
     "paho": ("fleet_core/link/",),
     "matplotlib": ("cloud_server/laboratory/compare/comparison_charts.py",),
     "ray": ("cloud_server/laboratory/run/executors.py",),
+    "starlette": ("cloud_server/console/",),
+    "uvicorn": ("cloud_server/console/",),
     "yaml": ("firmware_profiles/image/first_boot.py",),
 }
 
@@ -45,7 +47,7 @@ BOUNDS = {
 
 # Modules that must start without these, including everything that they import. Inside functions only COMPOSERS and the
 # homes of torch may reach torch.
-OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml"}
+OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml", "starlette", "uvicorn"}
 LIGHT = {
     "cloud_server.commands.cli": OPERATOR | {"numpy", "cryptography", "paho"},
     **dict.fromkeys(
