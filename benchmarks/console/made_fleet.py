@@ -54,6 +54,10 @@ class MadeFleet:
             for _ in range(closed):
                 self.play()
 
+    def reopen(self) -> None:
+        """Opens the ledger in this thread, after ``ledger.close()`` in the one that made the fleet."""
+        self.ledger = Ledger(self.folder / "ledger.sqlite")
+
     def _device(self, k: int, name: str) -> Device:
         said = {"st": "on", "ram": (512, 1024, 4096)[k % 3], "train": k % 11 != 7, "codecs": ["fp32", "int8"]}
         return Device(

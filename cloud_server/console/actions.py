@@ -78,7 +78,7 @@ def answer(folder: Path, name: str, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     with fleet_certificates.as_operator(fleet, url) as tls:
         found = predict.ask(fleet.config.fleet.name, name, x, url, timeout_s=ANSWER_S, tls=tls,
                             off=predict.why_off(fleet, row))
-    return {"classes": list(fleet.config.model.classes), **schema.plain(found)}
+    return {**schema.plain(found), "classes": list(found.classes or fleet.config.model.classes)}
 
 
 def samples_of(folder: Path, given: dict[str, Any]) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 from cloud_server.console.fleet_view import FleetView
@@ -67,7 +67,7 @@ class Live:
     def full(self) -> bool:
         return len(self._pages) >= MOST_PAGES
 
-    async def stream(self, last_id: str = "") -> AsyncIterator[str]:
+    async def stream(self, last_id: str = "") -> AsyncGenerator[str, None]:
         """Server-sent events for one page. last_id: of the last event that it got before the connection broke."""
         boot, _, text = last_id.partition(":")
         version = int(text) if boot == self._boot and text.isdecimal() and len(text) < 16 else 0
@@ -78,8 +78,8 @@ class Live:
             while not self._closing:
                 woken.clear()
                 if self._version > version:
-                    yield f"id: {self._boot}:{self._version}\ndata: {self._since(version)}\n\n"
-                    version = self._version
+                    data, version = self._since(version), self._version
+                    yield f"id: {self._boot}:{version}\ndata: {data}\n\n"
                 try:
                     await asyncio.wait_for(woken.wait(), BEAT_S)
                 except asyncio.TimeoutError:

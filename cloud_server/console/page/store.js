@@ -42,18 +42,24 @@ function take(message) {
   told(changed);
 }
 
-/** Listens until the page is closed; state("on" | "off") as the connection comes and goes. */
+/** Listens while the page is shown; state("on" | "off") as the connection comes and goes. */
 export function listen(state) {
-  const source = new EventSource("events");
-  source.onopen = () => state("on");
-  source.onmessage = (event) => take(JSON.parse(event.data));
-  source.onerror = () => {
-    state("off");
-    if (source.readyState === EventSource.CLOSED) {
-      source.close();
-      setTimeout(() => listen(state), 3000);
-    }
+  let source;
+  const open = () => {
+    source = new EventSource("events");
+    source.onopen = () => state("on");
+    source.onmessage = (event) => {
+      window.received = (window.received ?? 0) + event.data.length; // read by benchmarks/console/measure.py
+      take(JSON.parse(event.data));
+    };
+    source.onerror = () => {
+      state("off");
+      if (source.readyState === EventSource.CLOSED) setTimeout(open, 3000);
+    };
   };
+  addEventListener("pagehide", () => source.close()); // a browser that keeps the page would keep the connection too
+  addEventListener("pageshow", (event) => event.persisted && open());
+  open();
 }
 
 /** The JSON of an address; throws an Error with the server's words. */
