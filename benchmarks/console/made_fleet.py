@@ -103,8 +103,9 @@ class MadeFleet:
             for stage, gain in (("before", 0.0), ("after", 0.08)):
                 share = 0.55 + 0.3 * (1 - math.exp(-self.round / 8)) + self._skill[name] + gain
                 hits = int(np.clip(share + self._random.normal() / 60, 0, 1) * 60)
-                counts = ((hits // 3, 20 - hits // 3, 0), (0, hits // 3, 20 - hits // 3),
-                          (20 - (hits - 2 * (hits // 3)), 0, hits - 2 * (hits // 3)))
+                right = [(hits + k) // 3 for k in range(3)]  # of 20 samples of each class
+                counts = tuple(tuple(right[j] if k == j else (20 - right[j]) * (k == (j + 1) % 3) for k in range(3))
+                               for j in range(3))
                 rows.append(Evaluation(round=self.round, device=name, stage=stage, method="proto", confusion=counts,
                                        accuracy=hits / 60, macro_f1=hits / 60))
         return rows

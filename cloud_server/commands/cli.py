@@ -57,6 +57,7 @@ def demo(
         "--support-seconds", min=1e-3, help="Seconds of samples that a new device learns from; default: 300 for heart "
         "beats, 60 % of the device's time for a file.")] = None,
     meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
+    open_console: Annotated[bool, typer.Option("--open", help="Watch it in a browser: 'metafleet console'.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Run a broker, an aggregator and real agents on this machine, from training to personalized answers."""
@@ -68,7 +69,7 @@ def demo(
         baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
         codec=codec,
     )
-    shown = demonstration.run(options, out, broker, show=processes.say if as_json else print)
+    shown = demonstration.run(options, out, broker, show=processes.say if as_json else print, console=open_console)
     if as_json:
         terminal.show(shown)
 

@@ -36,6 +36,8 @@ def start(
     connect_s: Annotated[float, typer.Option(help="Seconds to wait for the broker at the start.")] = 30.0,
     until_done: Annotated[bool, typer.Option("--until-done", help="Exit after the last round.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
+    console: Annotated[bool, typer.Option("--console", help="Also serve the fleet on a page, on this machine; see "
+                                                            "'metafleet console'.")] = False,
 ) -> None:
     """Run the aggregator; a stopped run is continued."""
     from cloud_server.records.fleet_folder import Fleet
@@ -44,7 +46,7 @@ def start(
     made = Fleet.load(fleet)
     made.selected(graph_bundle.unpack(made.graph_bytes()).layout)  # both raise before the process is replaced
     options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
-               "until_done": until_done, "quiet": quiet}
+               "until_done": until_done, "quiet": quiet, "console": console}
     processes.exec_module("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))
 
 

@@ -5,20 +5,22 @@ The aggregator's own lines go to its standard error, where a service keeps them;
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cloud_server.console import audit_log
 from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Round, Update
+from cloud_server.records.ledger_tables import Certificate, Update
 
 MOST_EVENTS = 300
 ROUNDS_BACK = 100
 
 
-def values(folder: Path, ledger: Ledger) -> dict[str, dict[str, Any]]:
-    """Key -> event of the last MOST_EVENTS: at (Unix seconds), kind, text, and the device or round that it is about."""
-    found = {f"l/{key}": event for key, event in [*_rounds(ledger), *_devices(ledger), *_actions(folder)]}
+def values(folder: Path, ledger: Ledger, rounds: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Key -> event of the last MOST_EVENTS: at (Unix seconds), kind, text, and the device or round that it is about.
+    rounds: as ``fleet_view`` reads them."""
+    found = {f"l/{key}": event for key, event in [*_rounds(ledger, rounds), *_devices(ledger), *_actions(folder)]}
     newest = sorted(found, key=lambda key: (found[key]["at"], key))[-MOST_EVENTS:]
     return {key: found[key] for key in newest}
 
@@ -26,26 +28,25 @@ def values(folder: Path, ledger: Ledger) -> dict[str, dict[str, Any]]:
 Event = tuple[str, dict[str, Any]]
 
 
-def _rounds(ledger: Ledger) -> list[Event]:
-    within = range(max(0, (ledger.newest(Round) or 0) - ROUNDS_BACK), 1 << 31)
+def _rounds(ledger: Ledger, rounds: Mapping[int, Mapping[str, Any]]) -> list[Event]:
+    recent = list(rounds.values())[-ROUNDS_BACK:]
+    within = range(recent[0]["round"] if recent else 0, 1 << 31)
     found: list[Event] = []
-    counted: dict[int, int] = {}
-    for row in ledger.each(Update, within):
-        counted[row.round] = counted.get(row.round, 0) + (row.status == "counted")
-        if row.status != "counted":
-            text = f"update of {row.device} {'refused' if row.status == 'refused' else 'came late'}"
+    for status, became in (("refused", "was refused"), ("late", "came too late")):
+        for row in ledger.each(Update, within, status=status):
+            text = f"an update of {row.device} {became}{f': {row.reason}' if row.reason else ''}"
             found.append((f"u{row.round}.{row.device}.{row.update_id}", {
-                "at": row.received_at, "kind": "warning", "device": row.device, "round": row.round,
-                "text": f"{text}: {row.reason}" if row.reason else text}))
-    for one in ledger.rounds(within=within):
-        about = {"round": one.round, "kind": "warning" if one.status == "abandoned" else "round"}
-        if one.status == "open":
-            found.append((f"o{one.round}", {**about, "at": one.opened_at,
-                                            "text": f"round {one.round} opened: {len(one.cohort)} devices asked"}))
-        else:
-            text = (f"round {one.round} {one.status}: {counted.get(one.round, 0)} of {len(one.cohort)} devices counted"
-                    + (f"; {one.note}" if one.note else ""))
-            found.append((f"r{one.round}", {**about, "at": one.closed_at or one.opened_at, "text": text}))
+                "at": row.received_at, "kind": "warning", "device": row.device, "round": row.round, "text": text}))
+    for one in recent:
+        number, about = one["round"], {"round": one["round"], "kind": "round"}
+        if one["status"] == "open":
+            text = f"round {number} opened: {one['asked']} devices asked"
+            found.append((f"o{number}", {**about, "at": one["opened_at"], "text": text}))
+            continue
+        note = f"; {one['note']}" if "note" in one else ""
+        text = f"round {number} {one['status']}: {one['counted']} of {one['asked']} devices counted{note}"
+        kind = {"kind": "warning"} if one["status"] == "abandoned" else {}
+        found.append((f"r{number}", {**about, **kind, "at": one["opened_at"] + one.get("seconds", 0.0), "text": text}))
     return found
 
 

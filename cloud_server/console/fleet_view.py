@@ -11,8 +11,7 @@ A figure that was not measured is absent from its value, never 0.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,29 +22,27 @@ from cloud_server.devices.devices import listed_devices, pending_requests
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Joules, Volume
-from cloud_server.records.ledger_tables import Device, Evaluation, Round, Update
+from cloud_server.records.ledger_tables import Device, Round, Update
 from cloud_server.reports import result, verdict
 from cloud_server.reports.terminal_view import phase_of
 from cloud_server.rounds.budget import resting, used_of
 
 Values = dict[str, Any]
 
-MOST_ROUNDS = 2000
-LATE_ROUNDS = 20  # reports of these last rounds may still arrive; older ones are read again at every whole read
-WHOLE_S = 60.0
+MOST_ROUNDS = 1000
+LATE_ROUNDS = 3  # reports of these last rounds are read at every look, those of earlier ones now and then
+WHOLE_S, WHOLE_SHARE = 60.0, 30  # a whole read that took a second is followed by thirty without one
 
 
 @dataclass
-class _Scores:
-    """Round -> stage -> device -> accuracy, of the devices that train and of those that do not."""
+class _Seen:
+    """What was read of rounds. training: round -> stage -> device -> accuracy, of devices that train. latest: device ->
+    stage -> accuracy. troubles: device -> its last update that was refused or late."""
 
+    rounds: dict[int, dict[str, Any]] = field(default_factory=dict)
     training: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
-    latest: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
-
-    def add(self, row: Evaluation) -> None:
-        if not row.new:
-            self.training.setdefault(row.round, {}).setdefault(row.stage, {})[row.device] = row.accuracy
-        self.latest.setdefault(row.device, {})[row.stage] = (row.round, row.accuracy)
+    latest: dict[str, dict[str, float]] = field(default_factory=dict)
+    troubles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class FleetView:
@@ -53,50 +50,51 @@ class FleetView:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.ledger = Ledger(Fleet.load(folder).ledger_path, create=False)
+        self._fleet = Fleet.load(folder)
+        self.ledger = Ledger(self._fleet.ledger_path, create=False)
         self._whole_at = float("-inf")
-        self._fleet: Fleet
-        self._scores = _Scores()
-        self._rounds: dict[int, Any] = {}
-        self._verdict: list[str] = []
-        self._troubles: dict[str, dict[str, Any]] = {}
+        self._seen = _Seen()
+        self._warnings: list[str] = []
 
     def close(self) -> None:
         self.ledger.close()
 
     def read(self) -> Values:
         """Everything that the page shows of the fleet as a whole."""
-        whole = time.monotonic() - self._whole_at >= WHOLE_S
-        first = 0 if whole else max(self._rounds, default=0) - LATE_ROUNDS
+        started = time.monotonic()
+        newest, first = self.ledger.newest(Round) or 0, max(self._seen.rounds, default=0) - LATE_ROUNDS
+        whole = started >= self._whole_at
         if whole:
-            self._fleet = Fleet.load(self.folder)
-            self._scores, self._rounds, self._troubles = _Scores(), {}, {}
-        within = range(first, 1 << 31)
-        for row in self.ledger.each(Evaluation, within):
-            self._scores.add(row)
-        self._read_rounds(range(max(first, (self.ledger.newest(Round) or 0) - MOST_ROUNDS + 1), 1 << 31))
-        if whole:
-            self._verdict = list(getattr(verdict.of_ledger(self.ledger), "warnings", ()))
-            self._whole_at = time.monotonic()
-        return {
+            self._fleet, self._seen, first = Fleet.load(self.folder), _Seen(), 0
+            self._warnings = list(getattr(verdict.of_ledger(self.ledger), "warnings", ()))
+        self._read_rounds(range(max(first, newest - MOST_ROUNDS + 1, 0), 1 << 31))
+        rounds = dict(list(self._seen.rounds.items())[-MOST_ROUNDS:])
+        values = {
             "fleet": self._facts(),
             **{f"d/{name}": value for name, value in self._devices().items()},
-            **{f"r/{number}": value for number, value in list(self._rounds.items())[-MOST_ROUNDS:]},
-            **events.values(self.folder, self.ledger),
+            **{f"r/{number}": value for number, value in rounds.items()},
+            **events.values(self.folder, self.ledger, rounds),
         }
+        if whole:
+            now = time.monotonic()
+            self._whole_at = now + max(WHOLE_S, WHOLE_SHARE * (now - started))
+        return values
 
     # Parts ------------------------------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
         config = self._fleet.config
-        facts = fleet_status.facts(self._fleet, self.ledger)
-        facts["totals"] = _slim(facts["totals"])
         budget, limits = config.budget, {}
         if budget is not None:
             limits = {name: getattr(budget, name) for name in ("bytes", "joules", "money", "target_accuracy")}
-        used = used_of(self.ledger.volume().get(None), self.ledger.joules().get(None), self._fleet.tariff)
+        sums = result.sums(self.ledger)
+        facts = fleet_status.facts(self._fleet, self.ledger, sums)
+        facts["totals"] = _slim(facts["totals"])
+        volume = None if sums.payload_bytes is None else Volume(
+            payload=sums.payload_bytes, mqtt=sums.mqtt_bytes, wire=sums.wire_bytes)
+        used = used_of(volume, sums.energy_j, self._fleet.tariff)
         known = {
-            "warnings": self._verdict, "classes": list(config.model.classes), "shape": list(config.model.input.shape),
+            "warnings": self._warnings, "classes": list(config.model.classes), "shape": list(config.model.input.shape),
             "model": config.model.name, "limits": _known(limits), "used": used,
             "currency": self._fleet.tariff.currency if self._fleet.tariff else None,
         }
@@ -107,35 +105,47 @@ class FleetView:
     def _devices(self) -> dict[str, dict[str, Any]]:
         ledger = self.ledger
         volume, kinds, joules = ledger.volume("device"), ledger.payload(), ledger.joules("device")
-        counted = Counter(row.device for row in ledger.each(Update, status="counted"))
+        fates = ledger.fates(by="device")
         pending, rests = pending_requests(ledger), resting(ledger, time.time())
         return {
             row.name: _known({
                 **_device(row), **_costs(volume.get(row.name), joules.get(row.name)),
                 "kinds": {kind: [moved.up, moved.down] for kind, moved in kinds.get(row.name, {}).items()} or None,
-                "counted": counted[row.name], "pending": pending.get(row.name), "rests": rests.get(row.name),
-                "trouble": self._troubles.get(row.name),
-                **{stage: at[1] for stage, at in self._scores.latest.get(row.name, {}).items()},
+                "counted": fates.get(row.name, {}).get("counted", 0), "pending": pending.get(row.name),
+                "rests": rests.get(row.name),
+                "trouble": self._seen.troubles.get(row.name),
+                **self._seen.latest.get(row.name, {}),
             })
             for row in listed_devices(ledger)
         }
 
     def _read_rounds(self, within: range) -> None:
-        became: dict[int, Counter[str]] = defaultdict(Counter)
-        for update in self.ledger.each(Update, within):
-            became[update.round][update.status] += 1
-            if update.status != "counted":
-                self._troubles[update.device] = {"round": update.round, "text": update.reason, "what": update.status}
-        figures = {one.round: result.plain(one) for one in result.round_figures(self.ledger, within)}
-        for row in self.ledger.rounds(within=within):
-            before = self._scores.training.get(row.round, {}).get("before")
-            self._rounds[row.round] = _known({
-                **_slim(figures.get(row.round, {})), "round": row.round, "status": row.status,
-                "opened_at": row.opened_at, "asked": len(row.cohort), "counted": became[row.round]["counted"],
-                "note": row.note or None,
-                "refused": became[row.round]["refused"], "late": became[row.round]["late"], "seconds": row.seconds,
-                "before": sum(before.values()) / len(before) if before else None,
+        seen, ledger = self._seen, self.ledger
+        for number, device, stage, new, accuracy in ledger.accuracies(within):
+            seen.latest.setdefault(device, {})[stage] = accuracy
+            if not new:
+                seen.training.setdefault(number, {}).setdefault(stage, {})[device] = accuracy
+        for status in ("refused", "late"):
+            for update in ledger.each(Update, within, status=status):
+                trouble = {"round": update.round, "text": update.reason, "what": status}
+                if update.round >= seen.troubles.get(update.device, trouble)["round"]:
+                    seen.troubles[update.device] = trouble
+        fates, volume, joules = ledger.fates(within), ledger.volume("round", within), ledger.joules("round", within)
+        for row in ledger.rounds(within=within):
+            became, scored = fates.get(row.round, {}), seen.training.get(row.round, {})
+            before, after = (list(scored.get(stage, {}).values()) for stage in ("before", "after"))
+            seen.rounds[row.round] = _known({
+                "round": row.round, "status": row.status, "opened_at": row.opened_at, "seconds": row.seconds,
+                "asked": len(row.cohort), "note": row.note or None, "loss": row.loss,
+                **{status: became.get(status, 0) for status in ("counted", "refused", "late")},
+                "before": sum(before) / len(before) if before else None,
+                "accuracy": _spread(after),
+                **_costs(volume.get(row.round), joules.get(row.round)),
             })
+
+
+def _spread(shares: Sequence[float]) -> dict[str, float] | None:
+    return {"mean": sum(shares) / len(shares), "worst": min(shares), "best": max(shares)} if shares else None
 
 
 def _device(row: Device) -> dict[str, Any]:

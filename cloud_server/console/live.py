@@ -20,7 +20,7 @@ from fleet_core.base.errors import FleetError
 
 LOOK_S = 0.5
 UNCHANGED_S = 5.0  # whether the aggregator runs, and who rests, does not show in the ledger
-SHARE = 10  # a read that took a second is followed by ten without one
+SHARE = 4  # a read that took a second of the processor is followed by four without one
 BEAT_S = 15.0  # a line that shows the page that the connection lives
 MOST_PAGES = 32
 MOST_GONE = 10_000
@@ -127,7 +127,7 @@ class Live:
             if not self._pages:
                 self._look.wait()
             self._look.clear()
-            started = time.monotonic()
+            started, cpu_s = time.monotonic(), time.thread_time()
             try:
                 view = view or FleetView(self._folder)
                 version = view.ledger.data_version()
@@ -143,6 +143,6 @@ class Live:
                     view, seen = None, 0
             with contextlib.suppress(RuntimeError):  # the loop is closed: the program ends
                 loop.call_soon_threadsafe(self.put, texts)
-            pause_s = max(LOOK_S, SHARE * (time.monotonic() - started))
+            pause_s = max(LOOK_S, SHARE * (time.thread_time() - cpu_s))
         if view is not None:
             view.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from cloud_server.console.app import app
 from cloud_server.console.live import Live
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from fleet_core.base import storage
+from fleet_core.base import processes, storage
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.link.mqtt import is_loopback
 
@@ -100,18 +99,16 @@ class _Server(uvicorn.Server):
     def __init__(self, settings: uvicorn.Config, live: Live, ready: Callable[[], None]):
         super().__init__(settings)
         self._live, self._ready = live, ready
+        self._stopped: Callable[[], bool] = lambda: False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal that was obeyed is not raised again."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
+        """Signals, and the end of a parent process, end it as they end Metafleet's other processes."""
+        with processes.until_signal() as self._stopped:
             yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._stopped() or await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

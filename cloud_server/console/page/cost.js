@@ -83,16 +83,16 @@ function sums(closed, fleet) {
   const x = closed.map((r) => r.round);
   const made = [];
   const goal = (key) => fleet.limits?.[key] === undefined ? undefined : {label: "budget", value: fleet.limits[key]};
-  const of = (key) => running((r) => r[key] && r[key].up + r[key].down);
-  const lines = [["wire_bytes", "on the wire", "accent"], ["mqtt_bytes", "MQTT", "third"], ["payload_bytes", "payload", "soft"]]
+  const of = (key) => running((r) => sum(r[key]));
+  const lines = [["wire", "on the wire", "accent"], ["mqtt", "MQTT", "third"], ["payload", "payload", "soft"]]
     .map(([key, label, colour]) => ({label, colour, values: of(key)})).filter((line) => line.values.some((v) => v !== null));
   if (lines.length) made.push(chart("Bytes so far", {x, format: bytes, target: goal("bytes"), lines}));
-  const energy = running((r) => r.energy_j?.value);
+  const energy = running((r) => r.joules?.value);
   if (energy.some((value) => value !== null)) {
     made.push(chart("Joules so far", {x, format: joules, target: goal("joules"), lines: [
       {label: "work", colour: "accent", values: energy},
       ...["train", "radio", "adapt", "serve"].map((phase, k) => ({label: phase, width: 1.5,
-        colour: ["second", "third", "good", "soft"][k], values: running((r) => r.energy_j?.phases?.[phase])}))
+        colour: ["second", "third", "good", "soft"][k], values: running((r) => r.joules?.phases?.[phase])}))
         .filter((line) => line.values.some((value) => value)),
     ]}));
   }

@@ -86,9 +86,9 @@ async function start() {
   if (!location.hash.startsWith("#/")) history.replaceState(null, "", "#/fleet");
   addEventListener("hashchange", moved);
   const first = store.subscribe(() => {
+    header();
     if (!store.fleet()) return;
     first();
-    header();
     show();
     store.subscribe(header);
   });

@@ -1,6 +1,6 @@
 // The rounds: a strip of all, a table of the last ones, and one explained in plain words.
 
-import {ABSENT, bytes, date, h, joules, number, plural, seconds, share, table, text} from "./dom.js";
+import {ABSENT, bytes, date, h, joules, number, plural, seconds, share, sum, table, text} from "./dom.js";
 import * as store from "./store.js";
 
 const STRIP = 160;
@@ -39,10 +39,9 @@ const silent = (r) => r.status === "open" ? undefined : Math.max(0, r.asked - r.
 const link = (r) => h("a", {href: `#/rounds/${r.round}`}, String(r.round));
 
 function row(r) {
-  const moved = r.payload_bytes;
   return [link(r), date(r.opened_at), r.status, seconds(r.seconds), String(r.asked), String(r.counted),
     h(r.refused ? "b.bad" : "span", {}, String(r.refused)), String(r.late), number(silent(r)), number(r.loss, 4),
-    share(r.accuracy?.mean), moved ? bytes(moved.up + moved.down) : ABSENT, joules(r.energy_j?.value)];
+    share(r.accuracy?.mean), bytes(sum(r.payload)), joules(r.joules?.value)];
 }
 
 function bar(r) {
