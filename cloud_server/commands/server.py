@@ -38,6 +38,7 @@ def start(
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
     console: Annotated[bool, typer.Option("--console", help="Also serve the fleet on a page, on this machine; see "
                                                             "'metafleet console'.")] = False,
+    console_port: Annotated[int, typer.Option(min=0, max=65535, help="Of that page.")] = 8765,
 ) -> None:
     """Run the aggregator; a stopped run is continued."""
     from cloud_server.records.fleet_folder import Fleet
@@ -46,7 +47,7 @@ def start(
     made = Fleet.load(fleet)
     made.selected(graph_bundle.unpack(made.graph_bytes()).layout)  # both raise before the process is replaced
     options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
-               "until_done": until_done, "quiet": quiet, "console": console}
+               "until_done": until_done, "quiet": quiet, "console": console_port if console else None}
     processes.exec_module("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))
 
 

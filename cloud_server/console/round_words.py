@@ -14,6 +14,7 @@ from fleet_core.base.errors import ConfigError, shortened
 SET = "as fleet.toml says"
 MOST_ROWS = 2000
 NAMES = 12
+ORDER = ("refused", "late", "silent", "skipped", "counted")
 
 
 def explained(ledger: Ledger, number: int) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def _came_out(ledger: Ledger, row: Round) -> list[str]:
         told.append(f"The devices that train then answered with accuracy {share_text(a.mean)}, the worst with "
                     f"{share_text(a.worst)}, the best with {share_text(a.best)}.")
     if figures.payload_bytes is not None:
-        told.append(f"Payload: {traffic_text(figures.payload_bytes)}.")
+        told.append(f"Payload: {', '.join(traffic_text(figures.payload_bytes).split('  '))}.")
     spread = spread_text(figures.energy_j) if figures.energy_j else ""
     told.append(f"Energy: {joules_text(figures.energy_j)}{f' ({spread})' if spread else ''}.")
     return told
@@ -98,7 +99,7 @@ def _rows(row: Round, updates: list[Update]) -> list[dict[str, Any]]:
         ) if value is not None}
         for one in updates
     ]
-    return [*sorted(listed, key=lambda one: (one["status"] in ("counted", "skipped"), one["device"])), *silent]
+    return sorted([*listed, *silent], key=lambda one: (ORDER.index(one["status"]), one["device"]))
 
 
 def _names(names: list[str]) -> str:

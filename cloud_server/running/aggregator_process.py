@@ -213,17 +213,17 @@ def _step_until_stopped(
 
 def start(
     folder: Path, *, broker: str | None, host: str, port: int | None, plain: bool, connect_s: float, until_done: bool,
-    quiet: bool, console: bool = False,
+    quiet: bool, console: int | None = None,
 ) -> None:
     """``metafleet server start``: runs the aggregator, and a private broker if none is named, until a signal.
-    console: with the fleet on a page, in a process of its own."""
+    console: port of a page with the fleet, served by a process of its own; None for no page."""
     allocator.keep_freed()
     made = Fleet.load(folder)
     named = broker or made.config.link.broker
     run = partial(serve, made, log=processes.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
     with contextlib.ExitStack() as beside, processes.until_signal() as stopped:
-        if console:
-            beside.enter_context(console_beside(folder, processes.say))
+        if console is not None:
+            beside.enter_context(console_beside(folder, processes.say, "--port", str(console)))
         if named is not None and named != EMBEDDED:
             check_plain(named, plain or made.config.link.plain)
             return run(url=named, stopped=stopped, access_changed=lambda: _say_access_changed(made))

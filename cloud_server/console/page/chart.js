@@ -18,7 +18,7 @@ const HEIGHT = 240;
  * A figure with a chart. lines: {label, values, colour, dash, width, fill} with a value or null at each x.
  * target: {label, value} of a dashed horizontal line. format: a value as text. x: rising numbers.
  */
-export function chart(title, {x, lines, target, format, label = "round", range, band}) {
+function chart(title, {x, lines, target, format, label = "round", range, band}) {
   const place = h("div.plot", {role: "img", "aria-label": described(title, x, lines, target, format, label)});
   const legend = h("ul.legend", {"aria-hidden": "true"});
   const figure = h("figure", {}, h("figcaption", {}, title), legend, place);
@@ -86,13 +86,21 @@ function described(title, x, lines, target, format, label) {
   return [title, ...ends, target ? `${target.label}: ${format(target.value)}` : ""].filter(Boolean).join("; ");
 }
 
-/** Charts that are made anew as a whole: set(list of charts) ends those before. */
+/** Charts in a row: set(list of what `chart` takes) makes those anew whose values have changed. */
 export function gallery() {
   const place = h("div.charts");
   let charts = [];
-  return {place, set: (made) => {
-    charts.forEach((one) => one.end());
-    charts = made;
-    place.replaceChildren(...made.map((one) => one.figure));
+  return {place, set: (wanted) => {
+    const before = new Map(charts.map((one) => [one.drawn, one]));
+    charts = wanted.map(([title, options]) => {
+      const drawn = JSON.stringify([title, options]);
+      const same = before.get(drawn);
+      before.delete(drawn);
+      return same ?? {drawn, ...chart(title, options)};
+    });
+    before.forEach((one) => one.end());
+    if (charts.some((one, k) => place.children[k] !== one.figure) || place.children.length !== charts.length) {
+      place.replaceChildren(...charts.map((one) => one.figure));
+    }
   }};
 }

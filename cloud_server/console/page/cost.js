@@ -1,7 +1,7 @@
 // Cost: bytes and joules against the budget, over the rounds, and by device and phase.
 
 import {ABSENT, bytes, card, h, joules, share, sum, table, text} from "./dom.js";
-import {chart, gallery} from "./chart.js";
+import {gallery} from "./chart.js";
 import * as store from "./store.js";
 
 const KINDS = ["model", "update", "serve", "graph"];
@@ -86,15 +86,15 @@ function sums(closed, fleet) {
   const of = (key) => running((r) => sum(r[key]));
   const lines = [["wire", "on the wire", "accent"], ["mqtt", "MQTT", "third"], ["payload", "payload", "soft"]]
     .map(([key, label, colour]) => ({label, colour, values: of(key)})).filter((line) => line.values.some((v) => v !== null));
-  if (lines.length) made.push(chart("Bytes so far", {x, format: bytes, target: goal("bytes"), lines}));
+  if (lines.length) made.push(["Bytes so far", {x, format: bytes, target: goal("bytes"), lines}]);
   const energy = running((r) => r.joules?.value);
   if (energy.some((value) => value !== null)) {
-    made.push(chart("Joules so far", {x, format: joules, target: goal("joules"), lines: [
+    made.push(["Joules so far", {x, format: joules, target: goal("joules"), lines: [
       {label: "work", colour: "accent", values: energy},
       ...["train", "radio", "adapt", "serve"].map((phase, k) => ({label: phase, width: 1.5,
         colour: ["second", "third", "good", "soft"][k], values: running((r) => r.joules?.phases?.[phase])}))
         .filter((line) => line.values.some((value) => value)),
-    ]}));
+    ]}]);
   }
   return made;
 }

@@ -1,7 +1,7 @@
 // One device: what it is, how it learns, what it costs, its certificate, and an answer from it.
 
 import {ABSENT, ago, bytes, card, date, facts, h, joules, number, plural, seconds, share, sum, table, text} from "./dom.js";
-import {chart, gallery} from "./chart.js";
+import {gallery} from "./chart.js";
 import {confirmed} from "./dialogs.js";
 import {kind, state} from "./fleet.js";
 import * as store from "./store.js";
@@ -64,22 +64,22 @@ function curves(found) {
   const at = (stage) => scored.map((row) => row[stage]?.accuracy ?? null);
   const goal = store.fleet()?.limits?.target_accuracy;
   if (scored.length) {
-    made.push(chart("Accuracy on its own test samples", {x: scored.map((row) => row.round), format: share,
+    made.push(["Accuracy on its own test samples", {x: scored.map((row) => row.round), format: share,
       target: goal === undefined ? undefined : {label: "target", value: goal},
       lines: [["after", "personalized", "accent"], ["fine_tuned", "fine-tuned", "third"], ["before", "not personalized", "soft"]]
         .map(([stage, label, colour]) => ({label, colour, values: at(stage)}))
-        .filter((line) => line.values.some((value) => value !== null))}));
+        .filter((line) => line.values.some((value) => value !== null))}]);
   }
   const cost = found.rounds;
   const moved = cost.map((row) => row.up === undefined ? null : row.up + row.down);
   if (moved.some((value) => value !== null)) {
-    made.push(chart("Payload by round", {x: cost.map((row) => row.round), format: bytes,
-      lines: [{label: "up and down", values: moved, colour: "accent"}]}));
+    made.push(["Payload by round", {x: cost.map((row) => row.round), format: bytes,
+      lines: [{label: "up and down", values: moved, colour: "accent"}]}]);
   }
   const energy = cost.map((row) => row.joules ?? null);
   if (energy.some((value) => value !== null)) {
-    made.push(chart("Joules of work by round", {x: cost.map((row) => row.round), format: joules,
-      lines: [{label: "joules", values: energy, colour: "second"}]}));
+    made.push(["Joules of work by round", {x: cost.map((row) => row.round), format: joules,
+      lines: [{label: "joules", values: energy, colour: "second"}]}]);
   }
   return made;
 }

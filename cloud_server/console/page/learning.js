@@ -1,7 +1,7 @@
 // Learning: accuracy and loss over the rounds, and every device from the worst to the best.
 
 import {h, share} from "./dom.js";
-import {chart, gallery} from "./chart.js";
+import {gallery} from "./chart.js";
 import * as store from "./store.js";
 
 const COLOURS = ["second", "third", "good"];
@@ -53,7 +53,7 @@ export function show(main) {
     const scored = store.rounds().filter((r) => r.accuracy);
     const of = (value) => scored.map((r) => value(r) ?? null);
     const goal = store.fleet()?.limits?.target_accuracy;
-    return chart("Accuracy, mean over the devices that train", {
+    return ["Accuracy, mean over the devices that train", {
       x: scored.map((r) => r.round), format: share, band: [1, 2],
       target: goal === undefined ? undefined : {label: "target", value: goal},
       lines: [
@@ -64,24 +64,24 @@ export function show(main) {
         ...compared.map((name, k) => ({label: name, colour: COLOURS[k],
           values: of((r) => curves.get(name)?.get(r.round))})),
       ],
-    });
+    }];
   }
 
   function loss() {
     const known = store.rounds().filter((r) => r.loss !== undefined);
-    return known.length ? [chart("Training loss", {x: known.map((r) => r.round), format: (value) => value.toFixed(3),
-      lines: [{label: "loss", values: known.map((r) => r.loss), colour: "accent"}]})] : [];
+    return known.length ? [["Training loss", {x: known.map((r) => r.round), format: (value) => value.toFixed(3),
+      lines: [{label: "loss", values: known.map((r) => r.loss), colour: "accent"}]}]] : [];
   }
 
   function ranking(devices) {
     const known = devices.filter((d) => d.after !== undefined).sort((a, b) => a.after - b.after);
     const goal = store.fleet()?.limits?.target_accuracy;
-    return chart("Every device, from the worst to the best", {
+    return ["Every device, from the worst to the best", {
       x: known.map((_, k) => k + 1), label: "device", format: share,
       target: goal === undefined ? undefined : {label: "target", value: goal},
       lines: [{label: "not personalized", values: known.map((d) => d.before ?? null), colour: "soft", width: 1},
         {label: "personalized", values: known.map((d) => d.after), colour: "accent"}],
-    });
+    }];
   }
 
   Promise.all(compared.map(load)).then(() => update());

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,3 +76,25 @@ def test_a_taken_port_and_a_folder_without_a_fleet_say_so(programs: Programs, tm
     nothing = run_to_end(metafleet("console", tmp_path))
     assert nothing.returncode == 2
     assert "there is no fleet here" in nothing.stderr
+
+
+def test_the_aggregator_starts_it_and_goes_on_without_it(programs: Programs, finished: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(finished / "fleet", tmp_path / "fleet"))
+    start = (*metafleet("server", "start", folder, "--broker", "embedded", "--port", 0, "--quiet", "--console"),
+             "--console-port")
+    server = programs.start(*start, "0")
+    server.wait_for("console: http://")
+    server.wait_for("broker: ")
+    url = next(line for line in server.text().splitlines() if line.startswith("console: ")).removeprefix("console: ")
+    with httpx2.stream("GET", f"{url}events", timeout=PATIENCE_S) as answer:
+        told = events(answer.iter_lines())
+        assert any(event["set"].get("fleet", {}).get("running") for event in told)
+        server.process.terminate()
+        assert server.exit_code() == 0
+        assert list(told) == []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        again = programs.start(*start, str(taken.getsockname()[1]))
+        again.wait_for("no console: error: ")
+        again.wait_for("broker: ")
+        again.process.terminate()
+        assert again.exit_code() == 0
