@@ -17,8 +17,8 @@ Rows = list[list[tuple[str, str]]]
 ROOMS: dict[str, Rows] = {
     "cloud_server": [
         [("commands", "the command line metafleet")],
-        [("laboratory.compare", "tables, curves, advice")],
-        [("laboratory.run", "simulated experiments"), ("devices", "enrol, revoke, flash")],
+        [("laboratory.compare", "tables, curves, advice"), ("console", "the fleet in a browser")],
+        [("laboratory.run", "simulated experiments"), ("devices", "enrol, revoke, flash, ask")],
         [("running", "aggregator process, demo, backup")],
         [("rounds", "the round: open, receive, close"), ("integrations", "Prometheus")],
         [("identity", "certificates and tokens"), ("broadcast", "manifest and models down")],

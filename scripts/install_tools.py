@@ -28,6 +28,8 @@ class Tool:
 
 TOOLS = {
     "bash": Tool("bash", "bash", "bash"),
+    "chromedriver": Tool("chromium-driver", "chromedriver", "chromedriver"),
+    "chromium": Tool("chromium", "chromium", "chromium"),
     "debootstrap": Tool("debootstrap", "debootstrap"),
     "debugfs": Tool("e2fsprogs", "e2fsprogs", "e2fsprogs"),
     "depmod": Tool("kmod", "kmod"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.commands import bundle, costs, examples, lab, plan
+from cloud_server.commands import bundle, console, costs, examples, lab, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
@@ -66,6 +66,7 @@ def demo(
     meter_watts: Annotated[tuple[float, float] | None, typer.Option(metavar="IDLE BUSY")] = None,
     engine: Annotated[str, typer.Option(metavar="torch|onnx", help="What trains on the devices; onnx: without torch.")]
     = "torch",
+    open_console: Annotated[bool, typer.Option("--open", help="Watch it in a browser: 'metafleet console'.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Run a broker, an aggregator and real agents on this machine, from training to personalized answers."""
@@ -77,7 +78,7 @@ def demo(
         baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
         codec=codec, engine=engine,
     )
-    shown = demonstration.run(options, out, broker, show=processes.say if as_json else print)
+    shown = demonstration.run(options, out, broker, show=processes.say if as_json else print, console=open_console)
     if as_json:
         terminal.show(shown)
 
@@ -242,7 +243,7 @@ def predict_command(
     as_json: JSON = False,
 ) -> None:
     """Ask a device for an answer, over MQTT."""
-    from cloud_server.commands import predict
+    from cloud_server.devices import predict
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.data import unlabelled
@@ -288,7 +289,7 @@ def report(
 @app.command()
 def watch(fleet: FLEET) -> None:
     """Watch a fleet: its rounds, devices, bytes and joules, live on a terminal, else a line for each round."""
-    from cloud_server.commands import fleet_status
+    from cloud_server.devices import fleet_status
     from cloud_server.records.fleet_folder import Fleet
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -338,7 +339,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-for command in (bundle.export, costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):
+for command in (bundle.export, console.console, costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare,
+                lab.advise):
     app.command()(command)
 
 examples.add_to(app)

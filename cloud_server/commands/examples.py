@@ -12,6 +12,7 @@ EXAMPLES = {
     "predict": "metafleet predict greenhouse pi-07 sample.npy",
     "report": "metafleet report greenhouse",
     "watch": "metafleet watch greenhouse",
+    "console": "metafleet console greenhouse --open",
     "metrics": "metafleet metrics greenhouse --port 9464",
     "doctor": "metafleet doctor greenhouse",
     "export": "metafleet export greenhouse --to greenhouse.bundle",

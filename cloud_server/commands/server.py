@@ -36,6 +36,9 @@ def start(
     connect_s: Annotated[float, typer.Option(help="Seconds to wait for the broker at the start.")] = 30.0,
     until_done: Annotated[bool, typer.Option("--until-done", help="Exit after the last round.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
+    console: Annotated[bool, typer.Option("--console", help="Also serve the fleet on a page, on this machine; see "
+                                                            "'metafleet console'.")] = False,
+    console_port: Annotated[int, typer.Option(min=0, max=65535, help="Of that page.")] = 8765,
 ) -> None:
     """Run the aggregator; a stopped run is continued."""
     from cloud_server.records.fleet_folder import Fleet
@@ -44,7 +47,7 @@ def start(
     made = Fleet.load(fleet)
     made.selected(graph_bundle.unpack(made.graph_bytes()).layout)  # both raise before the process is replaced
     options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
-               "until_done": until_done, "quiet": quiet}
+               "until_done": until_done, "quiet": quiet, "console": console_port if console else None}
     processes.exec_module("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))
 
 
@@ -103,7 +106,7 @@ def server_config(
 @server_app.command("status")
 def status(fleet: FLEET, as_json: JSON = False) -> None:
     """Show closed rounds, which devices are on, and what the fleet has cost."""
-    from cloud_server.commands import fleet_status
+    from cloud_server.devices import fleet_status
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
     from cloud_server.reports import result, verdict
@@ -193,7 +196,7 @@ def resume(fleet: FLEET, as_json: JSON = False) -> None:
 
 
 def _pause(fleet: Path, paused: bool, as_json: bool) -> None:
-    from cloud_server.commands import pause as pausing
+    from cloud_server.devices import pause as pausing
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)

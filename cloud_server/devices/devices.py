@@ -76,7 +76,7 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
-        listed = [_facts(ledger, row) for row in _rows(ledger)]
+        listed = [facts_of(ledger, row) for row in listed_devices(ledger)]
     if as_json:
         return terminal.show(listed)
     rows = [(d["name"], _status(d), d["state"], d["phase"], d["version"], "yes" if d["took_part"] else "no",
@@ -94,7 +94,7 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     from cloud_server.records.fleet_folder import Fleet
 
     with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
-        facts = {**_facts(ledger, _known(ledger, fleet, name)),
+        facts = {**facts_of(ledger, known_device(ledger, fleet, name)),
                  "volume": schema.plain(ledger.volume("device").get(name)),
                  "energy": schema.plain(ledger.joules("device").get(name)),
                  "absent_energy": list(ledger.absent_energy("device").get(name, ()))}
@@ -111,19 +111,19 @@ def _fact_text(key: str, value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _rows(ledger: Ledger) -> list[Device]:
+def listed_devices(ledger: Ledger) -> list[Device]:
     """The devices of the ledger, those with an unused token, and those with a pending request; by name."""
     from cloud_server.identity import token_enrolment
 
     known = {device.name: device for device in ledger.devices()}
     for invited in token_enrolment.open_tokens(ledger).values():
         known.setdefault(invited.device, Device(name=invited.device, status="invited"))
-    for name in _pending(ledger):
+    for name in pending_requests(ledger):
         known.setdefault(name, Device(name=name, status=""))
     return sorted(known.values(), key=lambda device: device.name)
 
 
-def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
+def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
     """A device with its certificate, pending request, unused token, and why it is not asked today, as plain values
     without secrets."""
     from cloud_server.identity import fleet_certificates, token_enrolment
@@ -136,7 +136,7 @@ def _facts(ledger: Ledger, device: Device) -> dict[str, Any]:
         **schema.plain(device),
         "engine": _engine(device),
         "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
-        "pending": _pending(ledger).get(device.name),
+        "pending": pending_requests(ledger).get(device.name),
         "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
         "resting": resting(ledger, time.time()).get(device.name),
     }
@@ -148,7 +148,7 @@ def _engine(device: Device) -> str:
     return str(engines[0]) if device.capabilities.get("train") else ""
 
 
-def _pending(ledger: Ledger) -> dict[str, str]:
+def pending_requests(ledger: Ledger) -> dict[str, str]:
     """Device -> ``enroll`` or ``revoke``: its newest request that the aggregator has not carried out yet."""
     requests = [(requested_at(value), *key.partition("/")[::2]) for key, value in ledger.requests().items()]
     return {name: what for _, what, name in sorted(requests) if what in ("enroll", "revoke")}
@@ -160,9 +160,9 @@ def _status(facts: dict[str, Any]) -> str:
     return ", ".join(filter(None, (facts["status"], pending, resting)))
 
 
-def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
+def known_device(ledger: Ledger, fleet: Path, name: str) -> Device:
     """The device of this name. Raises ConfigError with a suggestion if there is none."""
-    rows = {device.name: device for device in _rows(ledger)}
+    rows = {device.name: device for device in listed_devices(ledger)}
     if name not in rows:
         near = schema.suggest(name, list(rows))
         raise ConfigError(f"no device '{name}'" + (f" (did you mean '{near}'?)" if near else ""),
@@ -173,7 +173,7 @@ def _known(ledger: Ledger, fleet: Path, name: str) -> Device:
 def enrolled_device(fleet: Fleet, name: str) -> Device:
     """The enrolled device of this name. Raises ConfigError if it never joined or was revoked."""
     with Ledger(fleet.ledger_path, create=False) as ledger:
-        device = _known(ledger, fleet.folder, name)
+        device = known_device(ledger, fleet.folder, name)
     if device.status != "enrolled":
         why = "was revoked" if device.status == "revoked" else "has not joined yet"
         raise ConfigError(f"device '{name}' {why}", hint=f"metafleet devices list {typed(fleet.folder)}")
@@ -256,17 +256,29 @@ def _seconds(text: str) -> float:
 @devices_app.command("revoke")
 def devices_revoke(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     """Revoke a device with its certificates and tokens; methods with duals restart them from zero."""
-    from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
 
-    made = Fleet.load(fleet)
-    with Ledger(made.ledger_path, create=False) as ledger:
-        _known(ledger, fleet, name)
-        ledger.request(f"revoke/{name}", repr(time.time()))
-        serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
-        running = made.running()
-        if not running and (made.folder / "ca.key").exists():
-            fleet_certificates.write_revocations(made, ledger, also=(name,))
+    serials, running = revoke(Fleet.load(fleet), name)
     if as_json:
         return terminal.show({"device": name, "certificates": serials, "aggregator": "on" if running else "off"})
-    print(f"{name} leaves now" if running else f"{name} leaves when the aggregator runs")
+    print(revoked_text(name, running))
+
+
+def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
+    """Asks the aggregator to revoke a device. Returns the serials of its valid certificates, and whether the aggregator
+    runs. Raises ConfigError if there is no such device, StateError."""
+    from cloud_server.identity import fleet_certificates
+
+    with Ledger(fleet.ledger_path, create=False) as ledger:
+        known_device(ledger, fleet.folder, name)
+        ledger.request(f"revoke/{name}", repr(time.time()))
+        serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
+        running = fleet.running()
+        if not running and (fleet.folder / "ca.key").exists():
+            fleet_certificates.write_revocations(fleet, ledger, also=(name,))
+    return serials, running
+
+
+def revoked_text(name: str, running: bool) -> str:
+    """What happens after ``revoke``. running: whether the aggregator runs."""
+    return f"{name} leaves now" if running else f"{name} leaves when the aggregator runs"

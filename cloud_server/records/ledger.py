@@ -181,7 +181,21 @@ class Ledger:
 
     def totals(self) -> Totals:
         """As ``ledger_sums.totals``."""
-        return ledger_sums.totals(self._query, rounds=len(self.rounds("closed")))
+        return ledger_sums.totals(self._query, rounds=self.closed_count())
+
+    def closed_count(self) -> int:
+        """How many rounds are closed."""
+        return int(self._query("SELECT COUNT(*) FROM rounds WHERE status = 'closed'")[0][0])
+
+    def fates(self, within: range | None = None, *, by: str = "round") -> dict[Any, dict[str, int]]:
+        """As ``ledger_sums.fates``."""
+        return ledger_sums.fates(self._query, by, within)
+
+    def accuracies(self, within: range | None = None) -> list[tuple[int, str, str, bool, float]]:
+        """(round, device, stage, new, accuracy) of every evaluation, in the order of the rounds, without its counts."""
+        columns = "round, device, stage, new, accuracy"
+        found = self._query(f"SELECT {columns} FROM evaluations WHERE {statements.in_rounds(within)} ORDER BY round")
+        return [(number, device, stage, bool(new), accuracy) for number, device, stage, new, accuracy in found]
 
     def facts(self) -> dict[str, str]:
         """Key-value pairs about the fleet: name, method, seed, layout, …"""
@@ -212,6 +226,9 @@ class Ledger:
         with self.transaction():
             self._query("DELETE FROM control WHERE key = ? AND value = ?", (key, value))
 
+    def data_version(self) -> int:
+        """Differs from the last call's if another connection has written to the file since."""
+        return self._pragma("data_version")
 
     def _open(self) -> None:
         version = self._pragma("user_version")

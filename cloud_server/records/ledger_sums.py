@@ -161,6 +161,17 @@ def flops(query: Query, by: str = "round", within: range | None = None) -> dict[
     return dict(query(f"SELECT {key}, SUM(flops) FROM flops WHERE {in_rounds(within)} GROUP BY 1"))
 
 
+def fates(query: Query, by: str = "round", within: range | None = None) -> dict[Any, dict[str, int]]:
+    """Number of updates that were counted, refused and late ``by`` "round" or "device"."""
+    key, _ = _grouping(by, ("round", "device"))
+    found: dict[Any, dict[str, int]] = {}
+    for k, status, count in query(
+        f"SELECT {key}, status, COUNT(*) FROM updates WHERE {in_rounds(within)} GROUP BY 1, 2"
+    ):
+        found.setdefault(k, {})[status] = count
+    return found
+
+
 def totals(query: Query, *, rounds: int) -> Totals:
     """rounds: how many were closed."""
     operations = flops(query)

@@ -236,13 +236,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def plain_sums(ledger: Ledger) -> dict[str, Any]:
-    """``sums`` ready for ``json.dumps``."""
-    return plain(sums(ledger))
-
-
 def sums_of(data: Mapping[str, Any]) -> Sums:
-    """The opposite of ``plain_sums``. Raises DataError."""
+    """The ``Sums`` that ``plain`` was made of. Raises DataError."""
     found, problems = schema.read(Sums, data, unknown="ignore")
     if found is None:
         raise DataError("are no sums: " + "; ".join(map(str, problems[:5])))

@@ -72,7 +72,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
     accuracy = {row.device: row.accuracy for row in ledger.each(Evaluation, stage="after")}
     devices = tuple(
         DeviceLine(
-            name=d.name, phase=_phase(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,
+            name=d.name, phase=phase_of(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,
             payload=volume[d.name].payload if d.name in volume else None,
         )
         for d in ledger.devices()
@@ -230,7 +230,8 @@ def _accuracy(closed: RoundFigures) -> str:
     return f"accuracy {share_text(of.mean)} (worst {share_text(of.worst)}, best {share_text(of.best)})"
 
 
-def _phase(device: tables.Device) -> str:
+def phase_of(device: tables.Device) -> str:
+    """What an enrolled device does now, for people."""
     if device.new and device.state == "on":
         return "serves"
     if device.cannot:

@@ -80,7 +80,7 @@ class Budget:
 
     def _end(self, closed: int, section: BudgetSection) -> None:
         number, accuracy = self._reached()
-        used = self._used(self._ledger.volume().get(None), self._ledger.joules().get(None))
+        used = used_of(self._ledger.volume().get(None), self._ledger.joules().get(None), self._tariff)
         over = _over(section, used, self._tariff)
         if over:
             self.ended, self.spent = f"the fleet's budget is spent: {over}", True
@@ -123,7 +123,7 @@ class Budget:
         volume, joules = self._ledger.volume("device", today), self._ledger.joules("device", today)
         resting = {
             name: over for name in sorted({*volume, *joules})
-            if (over := _over(limits, self._used(volume.get(name), joules.get(name)), self._tariff))
+            if (over := _over(limits, used_of(volume.get(name), joules.get(name), self._tariff), self._tariff))
         }
         for name in resting.keys() - self._members.resting.keys():
             self._log(f"{name} is not asked until 00:00 UTC, its share of the day is used up: {resting[name]}")
@@ -141,23 +141,6 @@ class Budget:
             self._day, self._first = day, min(opened, default=last + 1)
         return self._first
 
-    def _used(self, volume: Volume | None, joules: Joules | None) -> dict[str, float]:
-        """Bytes, joules and money, as far as they are known."""
-        used: dict[str, float] = {}
-        up = down = 0
-        if volume is not None:
-            up, down = max(((moved.up, moved.down) for moved in (volume.payload, volume.mqtt, volume.wire) if moved),
-                           key=sum)
-            used["bytes"] = up + down
-        if joules is not None:
-            used["joules"] = joules.value
-        if self._tariff is not None:
-            parts = [self._tariff.data(up, down) if volume is not None else None,
-                     self._tariff.energy(joules.value) if joules is not None else None]
-            known = [part for part in parts if part is not None]
-            used |= {"money": sum(known)} if known else {}
-        return used
-
     def _keep(self, key: str, value: str) -> None:
         if (self._ledger.fact(key) or "") != value:
             self._ledger.set_facts(**{key: value})
@@ -167,6 +150,24 @@ def resting(ledger: Ledger, now: float) -> dict[str, str]:
     """Device -> why the aggregator does not ask it today, as the ledger says. now: Unix seconds."""
     facts: dict[str, Any] = json.loads(ledger.fact(RESTING) or "{}")
     return dict(facts["devices"]) if facts and now < facts["until"] else {}
+
+
+def used_of(volume: Volume | None, joules: Joules | None, tariff: Tariff | None) -> dict[str, float]:
+    """Bytes, joules and money that count against a limit, as far as they are known."""
+    used: dict[str, float] = {}
+    up = down = 0
+    if volume is not None:
+        up, down = max(((moved.up, moved.down) for moved in (volume.payload, volume.mqtt, volume.wire) if moved),
+                       key=sum)
+        used["bytes"] = up + down
+    if joules is not None:
+        used["joules"] = joules.value
+    if tariff is not None:
+        parts = [tariff.data(up, down) if volume is not None else None,
+                 tariff.energy(joules.value) if joules is not None else None]
+        known = [part for part in parts if part is not None]
+        used |= {"money": sum(known)} if known else {}
+    return used
 
 
 def _flat(found: Sequence[tuple[int, float]], section: BudgetSection) -> tuple[int, float] | None:

@@ -21,6 +21,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.reports.terminal_view import LiveView, snapshot
 from cloud_server.rounds.coordinator import Coordinator, will
 from cloud_server.running.aggregator import Aggregator
+from cloud_server.running.child_processes import console_beside
 from fleet_core.base import processes, storage
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.base.processes import typed
@@ -212,14 +213,17 @@ def _step_until_stopped(
 
 def start(
     folder: Path, *, broker: str | None, host: str, port: int | None, plain: bool, connect_s: float, until_done: bool,
-    quiet: bool,
+    quiet: bool, console: int | None = None,
 ) -> None:
-    """``metafleet server start``: runs the aggregator, and a private broker if none is named, until a signal."""
+    """``metafleet server start``: runs the aggregator, and a private broker if none is named, until a signal.
+    console: port of a page with the fleet, served by a process of its own; None for no page."""
     allocator.keep_freed()
     made = Fleet.load(folder)
     named = broker or made.config.link.broker
     run = partial(serve, made, log=processes.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
-    with processes.until_signal() as stopped:
+    with contextlib.ExitStack() as beside, processes.until_signal() as stopped:
+        if console is not None:
+            beside.enter_context(console_beside(folder, processes.say, "--port", str(console)))
         if named is not None and named != EMBEDDED:
             check_plain(named, plain or made.config.link.plain)
             return run(url=named, stopped=stopped, access_changed=lambda: _say_access_changed(made))

@@ -1,4 +1,4 @@
-"""Child processes with log files, which are restarted and ended together."""
+"""Child processes with log files, which are restarted and ended together, and the console beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fleet_core.base import processes
@@ -64,6 +64,28 @@ class ChildProcesses:
             if process.poll() is not None:
                 lines = (self._logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
                 yield name, process.returncode, "\n".join(lines[-5:])
+
+
+@contextlib.contextmanager
+def console_beside(fleet: Path, say: Callable[[str], None], *options: str) -> Iterator[None]:
+    """``metafleet console`` on the fleet's folder as long as this context, with its messages in ``console.log`` there.
+    Its address, or why there is none, is said; without it everything else goes on."""
+    command = processes.command("cloud_server.commands.cli", "console", str(fleet), *options)
+    path = fleet / "console.log"
+    with open(path, "wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+            env={**os.environ, processes.WITH_PARENT: str(os.getpid())},
+        )
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().decode(errors="replace").strip()
+        why = "; ".join(path.read_text(errors="replace").split("\n")).strip("; ")
+        say(f"console: {url}" if url else f"no console: {why}")
+        yield
+    finally:
+        _end([process])
+        process.stdout.close()
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -22,7 +22,7 @@ from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, closing_table, snapshot
 from cloud_server.running import aggregator_process
-from cloud_server.running.child_processes import MAX_EXITS, ChildProcesses
+from cloud_server.running.child_processes import MAX_EXITS, ChildProcesses, console_beside
 from cloud_server.running.demo_setup import Options, demo_fleet_toml, run_folder, write_devices
 from fleet_core.base import processes, schema, storage
 from fleet_core.base.errors import ConfigError, RoundError
@@ -32,9 +32,11 @@ VIEW_S = 0.5
 
 
 def run(
-    options: Options, out: Path | None, broker: str | None, show: Callable[[str], None] = print
+    options: Options, out: Path | None, broker: str | None, show: Callable[[str], None] = print, *,
+    console: bool = False,
 ) -> dict[str, Any]:
-    """Runs the demo and returns the content of result.json. show: takes the closing table.
+    """Runs the demo and returns the content of result.json. show: takes the closing table. console: opens the console
+    in a browser for as long as the devices run.
 
     Raises FleetError; the same command can then be run again.
     """
@@ -43,7 +45,7 @@ def run(
     with processes.until_signal() as stopped:
         folder = run_folder(options, out)
         try:
-            outcome, table = _run(options, folder, broker, stopped)
+            outcome, table = _run(options, folder, broker, stopped, console)
         except _Stopped:
             processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
             raise KeyboardInterrupt from None
@@ -56,13 +58,16 @@ class _Stopped(Exception):
 
 
 def _run(
-    options: Options, folder: Path, broker: str | None, stopped: Callable[[], bool]
+    options: Options, folder: Path, broker: str | None, stopped: Callable[[], bool], console: bool
 ) -> tuple[dict[str, Any], str]:
     """(content of result.json, closing table)."""
     fleet = _create_fleet(options, folder, stopped)
     for remark in fleet.remarks():
         processes.say(remark)
-    _train_and_evaluate(options, folder, fleet, broker, stopped)
+    with contextlib.ExitStack() as beside:
+        if console:
+            beside.enter_context(console_beside(fleet.folder, processes.say, "--port", "0", "--open"))
+        _train_and_evaluate(options, folder, fleet, broker, stopped)
     baseline = _baseline(folder, stopped) if options.baseline else None
     return _write_results(options, folder, fleet, baseline)
 

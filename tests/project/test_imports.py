@@ -34,6 +34,8 @@ HOMES = {
     "paho": ("fleet_core/link/",),
     "matplotlib": ("cloud_server/laboratory/compare/comparison_charts.py",),
     "ray": ("cloud_server/laboratory/run/executors.py",),
+    "starlette": ("cloud_server/console/",),
+    "uvicorn": ("cloud_server/console/",),
     "yaml": ("firmware_profiles/image/first_boot.py",),
     "prometheus_client": ("cloud_server/integrations/prometheus.py",),
     "typer": ("cloud_server/commands/", "cloud_server/devices/"),
@@ -49,14 +51,14 @@ BOUNDS = {
 
 # Modules that must start without these, including everything that they import. Inside functions only COMPOSERS and the
 # homes of torch may reach torch.
-OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml"}
+OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml", "starlette", "uvicorn"}
 LIGHT = {
     "cloud_server.commands.cli": OPERATOR | {"numpy", "cryptography", "paho"},
     **dict.fromkeys(
         # Imported by the operator's commands when they run.
         (
             "cloud_server.running.aggregator_process", "cloud_server.identity.create_fleet",
-            "cloud_server.commands.predict", "cloud_server.reports.html_report", "cloud_server.running.backup",
+            "cloud_server.devices.predict", "cloud_server.reports.html_report", "cloud_server.running.backup",
             "cloud_server.records.read_served_model", "cloud_server.running.method_catalogue",
             "cloud_server.identity.token_enrolment", "cloud_server.devices.flash_over_ssh", "cloud_server.running.demo",
             "cloud_server.laboratory.compare.html_page", "cloud_server.laboratory.run.run_folder",

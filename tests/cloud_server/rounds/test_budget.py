@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cloud_server.commands import fleet_status
-from cloud_server.devices.devices import _facts, _status
+from cloud_server.devices import fleet_status
+from cloud_server.devices.devices import _status, facts_of
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import BudgetSection
 from cloud_server.records.ledger_tables import Energy, Evaluation, Round, Traffic
@@ -188,7 +188,7 @@ def test_devices_show_and_status_say_who_is_not_asked_today(fleet: Make, monkeyp
     assert w.pump(lambda: bool(w.server.ledger.fact("resting")))
     monkeypatch.setattr(time, "time", w.clock.wall)
     device = w.server.ledger.device("d0")
-    facts = _facts(w.server.ledger, device)
+    facts = facts_of(w.server.ledger, device)
     assert facts["resting"].endswith("of 1 B")
     assert _status(facts) == "enrolled, not asked today"
     text = "\n".join(fleet_status.lines(fleet_status.facts(w.fleet, w.server.ledger), w.fleet.folder))

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from cloud_server.commands import pause
+from cloud_server.devices import pause
 from cloud_server.identity import token_enrolment
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Round
 from cloud_server.reports import result
+from cloud_server.reports.result import Sums
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened
@@ -21,9 +23,9 @@ from fleet_core.base.processes import typed
 LOOK_S = 1.0
 
 
-def facts(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
-    """The state of a fleet as plain JSON."""
-    totals, enrolled = ledger.totals(), {d.name: d for d in ledger.devices() if d.status == "enrolled"}
+def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, Any]:
+    """The state of a fleet as plain JSON. sums: what ``result.sums`` says of it, if that is known."""
+    enrolled = {d.name: d for d in ledger.devices() if d.status == "enrolled"}
     invited = token_enrolment.open_tokens(ledger).keys() - enrolled
     programs = Counter(d.version for d in enrolled.values() if d.version)
     stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
@@ -31,11 +33,12 @@ def facts(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
         "paused": pause.is_paused(ledger), "finished": pause.last_closed(ledger) >= fleet.config.fleet.rounds,
-        "rounds_closed": totals.rounds, "rounds": fleet.config.fleet.rounds, "open_round": snapshot(ledger).open_round,
+        "rounds_closed": ledger.closed_count(), "rounds": fleet.config.fleet.rounds,
+        "open_round": ledger.newest(Round, status="open"),
         "enrolled": len(enrolled), "on": [d.name for d in enrolled.values() if d.state == "on"],
         "off": [d.name for d in enrolled.values() if d.state == "off" and d.took_part],
         "not_on_yet": sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)]),
-        "programs": dict(sorted(programs.items())), "totals": result.plain_sums(ledger),
+        "programs": dict(sorted(programs.items())), "totals": result.plain(sums or result.sums(ledger)),
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}),
     }

@@ -8,7 +8,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from cloud_server.commands import fleet_status
+from cloud_server.devices import fleet_status
 from cloud_server.records.fleet_folder import Fleet
 
 

@@ -1,0 +1,112 @@
+"""Who may use the console: checks Host, Origin and token before anything is answered, and sets what the browser allows.
+
+Host: a name that a page elsewhere has pointed at this machine (DNS rebinding) is refused; an address cannot be pointed
+anywhere, so every address is let through. Origin: what changes something comes from this page alone. Token: needed
+beyond loopback; as a cookie, which no script can read, or as ``Authorization: Bearer``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+          "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+HEADERS = {
+    "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
+}
+OPEN = ("/", "/login", "/session")
+OPEN_BELOW = "/page/"
+
+
+class Tokens:
+    """The token that opens the console; None on loopback, where none is asked for."""
+
+    def __init__(self, token: str | None):
+        self._token = None if token is None else token.encode()
+        digest = hashlib.sha256(self._token or b"").hexdigest()
+        self.cookie = f"metafleet-{digest[:8]}"  # browsers share cookies between the ports of a host
+
+    @property
+    def needed(self) -> bool:
+        return self._token is not None
+
+    def is_token(self, text: str) -> bool:
+        """In a time that does not depend on how much of it is right."""
+        return self._token is not None and hmac.compare_digest(text.encode(), self._token)
+
+    def session(self) -> str:
+        """The cookie's value, from which the token cannot be computed."""
+        return hmac.new(self._token or b"", b"metafleet console", hashlib.sha256).hexdigest()
+
+    def allow(self, headers: Headers) -> bool:
+        if not self.needed:
+            return True
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and self.is_token(bearer.strip()):
+            return True
+        try:
+            held = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+        except CookieError:
+            return False
+        return held is not None and hmac.compare_digest(held.value.encode(), self.session().encode())
+
+
+class Guard:
+    """The ASGI application ``app`` behind the checks. names: host names by which it may be reached."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, names: Iterable[str] = ()):
+        self._app, self._tokens = app, tokens
+        self._names = {"localhost", *(name.lower() for name in names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return None
+        answer = self._app
+        refused = self._refusal(scope, Headers(scope=scope))
+        if refused is not None:
+            answer = JSONResponse({"error": refused[1]}, refused[0])
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        await answer(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
+        """(status, reason), or None."""
+        hosts, path = headers.getlist("host"), scope["path"]
+        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+            return 421, "this console is not reached by that name; metafleet console --name NAME allows one"
+        if scope["method"] not in ("GET", "HEAD") and headers.getlist("origin") != [f"{scope['scheme']}://{hosts[0]}"]:
+            return 403, "what changes something has to come from the console's own page"
+        if not (path in OPEN or path.startswith(OPEN_BELOW) or self._tokens.allow(headers)):
+            return 401, "the console's token is needed"
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name, colon, port = host.rpartition(":")
+        if not colon or not port.isdecimal() or host.endswith("]"):
+            name = host
+        name = name.lower().rstrip(".")
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True

@@ -1,0 +1,98 @@
+// Dialogs: the token, and what asks before it is done.
+
+import {h} from "./dom.js";
+import {ask, fleet} from "./store.js";
+
+const WORDS = {
+  pause: () => ({
+    title: "Pause the fleet?", does: "Pause",
+    about: "No further round opens until you resume. The open round is still completed, and devices go on answering.",
+  }),
+  resume: () => ({title: "Resume the fleet?", does: "Resume", about: "Rounds open again."}),
+  revoke: (device) => ({
+    title: `Revoke ${device}?`, does: "Revoke", danger: true,
+    about: `${device} leaves the fleet, and its certificates and tokens end. Methods with duals restart them from `
+      + "zero on every device. It can come back only with a new token.",
+  }),
+  token: (device) => ({
+    title: `A new token for ${device}?`, does: "Make a token", hours: true,
+    about: "A one-time file with which this device gets a certificate. It is written on the operator's machine and "
+      + "is not sent to this browser. The device's certificate of now ends when the token is used.",
+  }),
+};
+
+function opened(...children) {
+  const dialog = h("dialog", {"aria-labelledby": "dialog-title"}, ...children);
+  document.body.append(dialog);
+  dialog.addEventListener("close", () => dialog.remove());
+  dialog.showModal();
+  return dialog;
+}
+
+/** Asks, does it, and says in the dialog what came of it. */
+export function confirmed(action, device = "") {
+  const words = WORDS[action](device);
+  const hours = h("input", {type: "number", id: "hours", min: 1, max: 168, value: 24});
+  const said = h("p.outcome", {role: "status"});
+  const cancel = h("button", {type: "button", click: () => dialog.close()}, "Cancel");
+  const go = h(words.danger ? "button.danger" : "button.strong", {type: "submit"}, words.does);
+  const form = h("form", {submit: async (event) => {
+    event.preventDefault();
+    go.disabled = true;
+    try {
+      const {text} = await ask(`actions/${action}`, words.hours ? {device, hours: hours.valueAsNumber} : {device});
+      said.textContent = text;
+      said.className = "outcome good";
+      go.remove();
+      cancel.textContent = "Close";
+      cancel.focus();
+    } catch (error) {
+      said.textContent = error.message;
+      said.className = "outcome bad";
+      go.disabled = false;
+    }
+  }}, h("h2", {id: "dialog-title"}, words.title), h("p", {}, words.about),
+  words.hours && h("p.field", {}, h("label", {for: "hours"}, "Valid for, in hours"), hours),
+  said, h("div.buttons", {}, cancel, go));
+  const dialog = opened(form);
+  cancel.focus();
+  if (!fleet()?.running) said.textContent = "The aggregator is not running: it carries this out when it starts.";
+}
+
+/** Returns when this browser may use the console. A token in the address (#token=…) is used once and taken out of it. */
+export async function login() {
+  const given = location.hash.match(/^#token=(.+)$/)?.[1];
+  if (given) {
+    history.replaceState(null, "", location.pathname);
+    await ask("login", {token: decodeURIComponent(given)}).catch(() => {});
+  }
+  for (;;) {
+    const session = await ask("session").catch(() => null);
+    if (session?.open) return;
+    if (session) await asked();
+    else await new Promise((resolve) => setTimeout(resolve, 2000));
+  }
+}
+
+function asked() {
+  return new Promise((resolve) => {
+    const field = h("input", {type: "password", id: "token", autocomplete: "current-password", required: true});
+    const said = h("p.outcome", {role: "status"});
+    const dialog = opened(h("form", {submit: async (event) => {
+      event.preventDefault();
+      try {
+        await ask("login", {token: field.value.trim()});
+        dialog.close();
+        resolve();
+      } catch (error) {
+        said.textContent = error.message;
+        said.className = "outcome bad";
+      }
+    }}, h("h2", {id: "dialog-title"}, "This console needs its token"),
+    h("p", {}, "It is in console.token in the fleet's folder, on the operator's machine."),
+    h("p.field", {}, h("label", {for: "token"}, "Token"), field), said,
+    h("div.buttons", {}, h("button.strong", {type: "submit"}, "Open"))));
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    field.focus();
+  });
+}

@@ -1,0 +1,146 @@
+"""Serves the console until a signal: its address, its token, and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from cloud_server.console.app import app
+from cloud_server.console.live import Live
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.ledger import Ledger
+from fleet_core.base import processes, storage
+from fleet_core.base.errors import ConfigError, LinkError, StateError
+from fleet_core.link.mqtt import is_loopback
+
+PORT = 8765
+TOKEN_FILE = "console.token"
+SHORTEST = 16
+MOST_CONNECTIONS = 256
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the console listens. token_file: None for ``console.token`` in the fleet's folder, needed beyond loopback.
+    certificate, key: PEM files for TLS. plain: allow HTTP beyond loopback. names: further host names."""
+
+    host: str = "127.0.0.1"
+    port: int = PORT
+    token_file: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    plain: bool = False
+    names: tuple[str, ...] = ()
+
+
+def token_of(folder: Path, address: Address) -> str | None:
+    """The token that is asked for; None on loopback unless a file is named. A missing file is made, mode 0600. Raises
+    ConfigError for one that others can read or that is too short, StateError."""
+    if address.token_file is None and is_loopback(address.host):
+        return None
+    path = address.token_file or folder / TOKEN_FILE
+    if not path.exists():
+        storage.write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
+    if path.stat().st_mode & 0o077:
+        raise ConfigError("can be read by others", where=str(path), hint=f"chmod 600 {path}")
+    token = storage.read_bytes(path, limit=1024).decode(errors="replace").strip()
+    if len(token) < SHORTEST or not token.isascii():
+        raise ConfigError("is no token", where=str(path), expected=f"at least {SHORTEST} ASCII characters",
+                          hint="delete it, and a new one is made")
+    return token
+
+
+def check(address: Address) -> None:
+    """Raises ConfigError for half of a certificate, and for plain HTTP beyond this machine unless it is allowed."""
+    if (address.certificate is None) != (address.key is None):
+        raise ConfigError("--certificate and --key belong together")
+    for path in (address.certificate, address.key):
+        if path is not None and not path.is_file():
+            raise ConfigError("there is no such file", where=str(path))
+    if not (is_loopback(address.host) or address.certificate or address.plain):
+        raise ConfigError("the console would be plain HTTP beyond this machine, and its token readable on the way",
+                          where=f"--host {address.host}",
+                          hint="--certificate and --key, an SSH tunnel (ssh -L), or --plain in a network you trust")
+
+
+async def serve(folder: Path, address: Address, say: Callable[[str], None]) -> None:
+    """Serves until SIGINT or SIGTERM. say(url): called once it can be reached. Raises FleetError."""
+    check(address)
+    with Ledger(Fleet.load(folder).ledger_path, create=False):  # tells of a missing or damaged one now
+        pass
+    token, live = token_of(folder, address), Live(folder)
+    secure = address.certificate is not None
+    listening = _socket(address)
+    port = listening.getsockname()[1]
+    settings = uvicorn.Config(
+        app(folder, live, token, address.names, secure=secure), log_level="warning", access_log=False, lifespan="on",
+        server_header=False, ws="none", limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=5,
+        ssl_certfile=address.certificate, ssl_keyfile=address.key,
+    )
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    host = socket.gethostname() if address.host in ("0.0.0.0", "::") else host
+    fragment = "" if token is None else f"#token={token}"
+    try:
+        await _Server(settings, live, lambda: say(f"http{'s' * secure}://{host}:{port}/{fragment}")).serve([listening])
+    finally:
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    """Calls ``started`` when it can be reached, and ends the pages' streams before it waits for its connections."""
+
+    def __init__(self, settings: uvicorn.Config, live: Live, ready: Callable[[], None]):
+        super().__init__(settings)
+        self._live, self._ready = live, ready
+        self._stopped: Callable[[], bool] = lambda: False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals, and the end of a parent process, end it as they end Metafleet's other processes."""
+        with processes.until_signal() as self._stopped:
+            yield
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._stopped() or await super().on_tick(counter)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._live.close()
+        await super().shutdown(sockets)
+
+
+def _socket(address: Address) -> socket.socket:
+    """Raises LinkError if the port is taken or the address not ours."""
+    try:
+        family, kind, protocol, _, at = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(at)
+            made.listen(128)
+        except BaseException:
+            made.close()
+            raise
+    except OSError as error:
+        raise LinkError(f"cannot listen: {error.strerror or error}", where=f"{address.host}:{address.port}",
+                        hint="--port names another one, 0 any that is free") from error
+    return made
+
+
+def run(folder: Path, address: Address, say: Callable[[str], None]) -> None:
+    """As ``serve``. Raises StateError where starlette's server cannot start."""
+    try:
+        asyncio.run(serve(folder, address, say))
+    except SystemExit as error:  # uvicorn, when the application does not start
+        raise StateError("the console did not start") from error

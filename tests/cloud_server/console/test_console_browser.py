@@ -1,0 +1,180 @@
+"""The console's page in a browser: click paths, live updates, keyboard, accessibility, and that it is offline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+from benchmarks.console.browser import chromium, complaints, emulate
+from benchmarks.console.made_fleet import MadeFleet
+from cloud_server.console import audit_log
+from cloud_server.records.ledger import Ledger
+from tests.support.paths import ROOT
+from tests.support.programs import Programs, metafleet, programs_in
+from tests.support.waiting import PATIENCE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium", "chromedriver")]
+VIEWS = ("fleet", "rounds", "rounds/6", "learning", "cost", "log", "devices/attic-01")
+AXE = ROOT / "tests" / "support" / "axe" / "axe.min.js"
+
+
+def address(programs: Programs, *arguments: object) -> str:
+    program = programs.start(*metafleet("console", *arguments, "--port", 0))
+    program.wait_for("Ctrl-C ends it")
+    return next(line for line in program.text().splitlines() if line.startswith("http"))
+
+
+class Page:
+    """The console of a made fleet in a browser."""
+
+    def __init__(self, driver: Chrome, fleet: MadeFleet, url: str):
+        self.driver, self.fleet, self.url = driver, fleet, url
+
+    def open(self, view: str) -> None:
+        self.driver.get("about:blank")
+        self.driver.get(f"{self.url}#/{view}")
+        self.until(lambda: self.all("#main h1"))
+
+    def all(self, css: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def one(self, css: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, css)
+
+    def click(self, css: str) -> None:
+        self.one(css).click()
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        return WebDriverWait(self.driver, PATIENCE_S, 0.05, [Exception]).until(lambda _: condition())
+
+    def text_of(self, css: str) -> str:
+        return self.one(css).text
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    fleet = MadeFleet(tmp_path_factory.mktemp("browser") / "fleet", devices=40, closed=6, rounds=12)
+    with programs_in(fleet.folder.parent) as programs, chromium() as driver:
+        yield Page(driver, fleet, address(programs, fleet.folder))
+
+
+@pytest.fixture(autouse=True)
+def no_complaint(page: Page) -> Iterator[None]:
+    """Nothing may be said on the browser's console."""
+    emulate(page.driver, 1280, 900)
+    yield
+    assert complaints(page.driver) == []
+
+
+def test_from_the_fleet_to_a_device_and_through_every_view(page: Page) -> None:
+    page.open("fleet")
+    page.until(lambda: len(page.all(".tile")) == 40)
+    assert page.text_of("#fleet-name") == "greenhouse"
+    page.one("#search").send_keys("attic")
+    page.until(lambda: page.text_of(".count") == "3 of 40 devices")
+    page.click(".tile a")
+    page.until(lambda: page.text_of("#main h1") == "attic-01")
+    page.until(lambda: len(page.all("canvas")) >= 2)
+    assert "None: this device uses a broker that asks for none." in page.text_of("#main")
+    page.click("nav a[href='#/rounds']")
+    page.until(lambda: len(page.all("tbody tr")) >= 6)
+    page.click("a[href='#/rounds/6']:not([tabindex])")
+    page.until(lambda: "asked 40 devices of 40 enrolled" in page.text_of(".words"))
+    assert len(page.all("tbody tr")) == 40
+    page.click("nav a[href='#/learning']")
+    page.until(lambda: len(page.all("canvas")) == 3)
+    assert "target: 0.900" in str(page.one(".plot").get_attribute("aria-label"))
+    page.one("#compare").send_keys("barn-01", Keys.ENTER)
+    page.until(lambda: "barn-01" in page.text_of("figure .legend"))
+    page.click("nav a[href='#/cost']")
+    page.until(lambda: "of the budget of" in page.text_of(".cards"))
+    assert "—" in page.text_of("tbody")
+    page.click("nav a[href='#/log']")
+    page.until(lambda: "round 6 closed" in page.text_of(".log"))
+    page.driver.back()
+    page.until(lambda: page.text_of("#main h1") == "Cost")
+
+
+def test_a_round_that_closes_appears_by_itself(page: Page) -> None:
+    page.open("rounds")
+    before = page.fleet.round
+    page.until(lambda: page.text_of("tbody a") == str(before))
+    page.fleet.play()
+    page.until(lambda: page.text_of("tbody a") == str(before + 1))
+
+
+def test_pausing_by_keyboard_asks_first_and_is_in_the_log(page: Page) -> None:
+    page.open("log")
+    page.until(lambda: page.one("#pause").text == "Pause")
+    page.one("#pause").send_keys(Keys.ENTER)
+    page.until(lambda: page.all("dialog[open]"))
+    assert page.driver.switch_to.active_element.text == "Cancel"
+    page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.all("dialog"))
+    assert audit_log.read(page.fleet.folder) == []
+    page.one("#pause").send_keys(Keys.ENTER)
+    page.until(lambda: page.driver.switch_to.active_element.text == "Cancel")
+    page.driver.switch_to.active_element.send_keys(Keys.TAB)
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.until(lambda: "paused: the aggregator is not running" in page.text_of("dialog .outcome"))
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.until(lambda: page.one("#pause").text == "Resume")
+    page.until(lambda: "pause: paused" in page.text_of(".log"))
+    with Ledger(page.fleet.folder / "ledger.sqlite") as ledger:
+        assert ledger.requests()["paused"] == "yes"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_no_view_has_a_serious_barrier(page: Page, dark: bool) -> None:
+    found = {}
+    for view in VIEWS:
+        emulate(page.driver, 1280, 900, dark=dark)
+        page.open(view)
+        page.until(lambda: page.all("#main table, .tile, canvas, .log li"))
+        page.driver.execute_script(AXE.read_text(encoding="utf-8"))
+        results = page.driver.execute_async_script("axe.run().then(arguments[0])")
+        found[view] = [f"{one['id']}: {one['nodes'][0]['html'][:120]} {one['nodes'][0]['failureSummary'][:200]}"
+                       for one in results["violations"] if one["impact"] in ("serious", "critical")]
+    assert {view: said for view, said in found.items() if said} == {}
+
+
+def test_a_phone_shows_every_view_without_scrolling_sideways(page: Page) -> None:
+    emulate(page.driver, 360, 740)
+    for view in VIEWS:
+        page.open(view)
+        page.until(lambda: page.all("#main table, .tile, canvas, .log li"))
+        assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 360, view
+
+
+def test_nothing_comes_from_elsewhere(page: Page) -> None:
+    page.open("learning")
+    page.until(lambda: page.all("canvas"))
+    names = page.driver.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert len(names) > 10
+    assert [name for name in names if not name.startswith(page.url)] == []
+
+
+def test_a_token_is_asked_for_and_taken_out_of_the_address(page: Page, programs: Programs, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    url = address(programs, page.fleet.folder, "--token-file", token).partition("#")[0]
+    page.driver.get(url)
+    page.until(lambda: page.all("dialog[open]"))
+    page.one("#token").send_keys("wrong", Keys.ENTER)
+    page.until(lambda: "is not this console's token" in page.text_of("dialog .outcome"))
+    page.one("#token").clear()
+    page.one("#token").send_keys(token.read_text().strip(), Keys.ENTER)
+    page.until(lambda: len(page.all(".tile")) == 40)
+    page.driver.delete_all_cookies()
+    page.driver.get("about:blank")
+    page.driver.get(f"{url}#token={token.read_text().strip()}")
+    page.until(lambda: len(page.all(".tile")) == 40)
+    assert page.driver.current_url == f"{url}#/fleet"
+    assert all("401" in said for said in complaints(page.driver))
