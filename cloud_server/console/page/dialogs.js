@@ -15,9 +15,10 @@ const WORDS = {
       + "zero on every device. It can come back only with a new token.",
   }),
   token: (device) => ({
-    title: `A new token for ${device}?`, does: "Make a token", hours: true,
+    title: device ? `A new token for ${device}?` : "Add a device?", does: "Make a token", hours: true,
     about: "A one-time file with which this device gets a certificate. It is written on the operator's machine and "
-      + "is not sent to this browser. The device's certificate of now ends when the token is used.",
+      + "is not sent to this browser. "
+      + (device ? "The device's certificate of now ends when the token is used." : ""),
   }),
 };
 
@@ -32,6 +33,8 @@ function opened(...children) {
 /** Asks, does it, and says in the dialog what came of it. */
 export function confirmed(action, device = "") {
   const words = WORDS[action](device);
+  const name = h("input", {id: "device-name", required: true, pattern: "[A-Za-z0-9_\\-]{1,64}", autocomplete: "off",
+    title: "1 to 64 letters, digits, '-' or '_'"});
   const hours = h("input", {type: "number", id: "hours", min: 1, max: 168, value: 24});
   const said = h("p.outcome", {role: "status"});
   const cancel = h("button", {type: "button", click: () => dialog.close()}, "Cancel");
@@ -40,7 +43,7 @@ export function confirmed(action, device = "") {
     event.preventDefault();
     go.disabled = true;
     try {
-      const {text} = await ask(`actions/${action}`, words.hours ? {device, hours: hours.valueAsNumber} : {device});
+      const {text} = await ask(`actions/${action}`, words.hours ? {device: device || name.value, hours: hours.valueAsNumber} : {device});
       said.textContent = text;
       said.className = "outcome good";
       go.remove();
@@ -52,10 +55,11 @@ export function confirmed(action, device = "") {
       go.disabled = false;
     }
   }}, h("h2", {id: "dialog-title"}, words.title), h("p", {}, words.about),
+  words.hours && !device && h("p.field", {}, h("label", {for: "device-name"}, "Its name"), name),
   words.hours && h("p.field", {}, h("label", {for: "hours"}, "Valid for, in hours"), hours),
   said, h("div.buttons", {}, cancel, go));
   const dialog = opened(form);
-  cancel.focus();
+  (words.hours && !device ? name : cancel).focus();
   if (!fleet()?.running) said.textContent = "The aggregator is not running: it carries this out when it starts.";
 }
 

@@ -1,6 +1,7 @@
 // The fleet: how it stands, and every device as a tile. A tile is made once; only its changed texts are written.
 
 import {ABSENT, ago, bytes, card, h, joules, plural, share, sum, text, updown} from "./dom.js";
+import {confirmed} from "./dialogs.js";
 import * as store from "./store.js";
 
 const FILTERS = {
@@ -41,7 +42,7 @@ export function show(main) {
   });
   main.append(h("h1.unseen", {}, "Fleet"), cards, notes,
     h("div.toolbar", {role: "search"}, search, chosen("filter", FILTERS, "Show"), chosen("order", ORDERS, "Sort by"),
-      count), list);
+      h("button", {type: "button", click: () => confirmed("token")}, "Add a device…"), count), list);
 
   function arrange() {
     const words = kept.search.trim().toLowerCase();

@@ -16,12 +16,20 @@ const SAID = {"": "as the system", light: "light", dark: "dark"};
 const main = document.getElementById("main");
 let leave = () => {};
 
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 function show() {
   const [, name = "", rest = ""] = location.hash.match(/^#\/(\w+)\/?(.*)$/) ?? [];
   const view = VIEWS[name] ?? fleet;
   leave();
   main.replaceChildren();
-  leave = view.show(main, decodeURIComponent(rest)) ?? (() => {});
+  leave = view.show(main, decoded(rest)) ?? (() => {});
   const at = name === "devices" || !VIEWS[name] ? "fleet" : name;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#/${at}`) link.setAttribute("aria-current", "page");

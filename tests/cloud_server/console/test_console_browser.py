@@ -132,6 +132,21 @@ def test_pausing_by_keyboard_asks_first_and_is_in_the_log(page: Page) -> None:
         assert ledger.requests()["paused"] == "yes"
 
 
+def test_a_device_is_added_with_a_token_or_told_why_not(page: Page) -> None:
+    page.open("fleet")
+    page.click(".toolbar button")
+    page.until(lambda: page.driver.switch_to.active_element.get_attribute("id") == "device-name")
+    page.one("#device-name").send_keys("attic 99", Keys.ENTER)
+    assert page.driver.execute_script("return document.querySelector('#device-name').validity.patternMismatch")
+    page.one("#device-name").clear()
+    page.one("#device-name").send_keys("attic-99", Keys.ENTER)
+    page.until(lambda: "the fleet has no certificates yet" in page.text_of("dialog .outcome"))
+    page.click("dialog [type=button]")
+    page.until(lambda: not page.all("dialog"))
+    assert all("409" in said for said in complaints(page.driver))
+    assert audit_log.read(page.fleet.folder)[-1]["outcome"] == "failed"
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_no_view_has_a_serious_barrier(page: Page, dark: bool) -> None:
     found = {}

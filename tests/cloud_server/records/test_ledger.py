@@ -203,6 +203,18 @@ def test_joules_leave_idle_out_of_the_sum_and_tell_what_they_lack(ledger: Ledger
     assert ledger.joules("device").keys() == {"a"}
 
 
+def test_fates_and_accuracies_are_those_of_the_rows(ledger: Ledger) -> None:
+    fates = [(1, "a", "counted"), (1, "b", "refused"), (2, "a", "counted"), (2, "b", "late"), (2, "b", "counted")]
+    ledger.put(*(Update(round=number, device=device, update_id=status, status=status, received_at=1.0)
+                 for number, device, status in fates))
+    ledger.put(Evaluation(round=2, device="a", stage="after", method="proto", confusion=((3, 1), (0, 0)), accuracy=0.75,
+                          macro_f1=0.4, new=True))
+    assert ledger.fates() == {1: {"counted": 1, "refused": 1}, 2: {"counted": 2, "late": 1}}
+    assert ledger.fates(range(2, 3), by="device") == {"a": {"counted": 1}, "b": {"counted": 1, "late": 1}}
+    assert ledger.accuracies() == [(2, "a", "after", True, 0.75)]
+    assert ledger.accuracies(range(0, 2)) == []
+
+
 def test_an_empty_ledger_has_no_figures_rather_than_zeros(ledger: Ledger) -> None:
     totals = ledger.totals()
     assert (totals.rounds, totals.volume, totals.energy, totals.flops) == (0, None, None, None)
