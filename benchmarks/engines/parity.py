@@ -10,6 +10,7 @@ samples and first weights. Times: processor time of a step, the median of three 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -139,8 +140,11 @@ def _distance(one: TrainResult, other: TrainResult, exact: TrainResult) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--only", nargs=2, metavar=("MODEL", "METHOD"), help="measures this again, in the file")
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.only:
+        return _again(options.out, *options.only)
     small = models.describe(SMALL[0], SMALL[1], CLASSES, {})
     methods = {name: compared(small, name, timed=False) for name in METHODS}
     found = {}
@@ -148,7 +152,17 @@ def main() -> None:
         layout = models.describe(model, spec, CLASSES, {})
         found[case] = {"limit": limit, "parameters": layout.parameters(("body", "head")),
                        "estimators": {name: compared(layout, name) for name in ESTIMATORS}}
-    write_json(out, {"environment": environment(), "steps": STEPS, "seeds": SEEDS, "methods": methods, "models": found})
+    write_json(options.out, {
+        "environment": environment(), "steps": STEPS, "seeds": SEEDS, "methods": methods, "models": found,
+    })
+    return None
+
+
+def _again(out: Path, case: str, method: str) -> None:
+    held = json.loads(out.read_text(encoding="utf-8"))
+    model, spec, _ = CASES[case]
+    held["models"][case]["estimators"][method] = compared(models.describe(model, spec, CLASSES, {}), method)
+    write_json(out, held)
 
 
 if __name__ == "__main__":

@@ -50,25 +50,27 @@ def _distances(row: Mapping[str, Any]) -> list[str]:
 
 
 def models(found: Mapping[str, Any]) -> str:
-    head = ("model", "parameters", "limit", "method", "onnx to torch", "onnx to double", "torch to double", "passed",
-            "step, of torch's", "graph, kB", "made in, s")
+    head = ("model", "parameters", "limit", "method", "onnx to torch", "onnx to double", "torch to double",
+            "onnx passed", "torch passed", "step, of torch's", "graph, kB", "made in, s")
     rows = []
     for name, case in found["models"].items():
         for method, row in case["estimators"].items():
             first = name, f"{case['parameters']:,}", f"{case['limit']:.0e}", f"`{method}`"
             if "why" in row:
-                rows.append((*first, row["why"], *[""] * 6))
+                rows.append((*first, row["why"], *[""] * 7))
                 continue
             times = row["step_s"]
-            rows.append((*first, *_distances(row), _passed(row, case["limit"]), f"{times['onnx'] / times['torch']:.2f}",
+            rows.append((*first, *_distances(row), _passed(row, case["limit"], "onnx", "torch"),
+                         _passed(row, case["limit"], "torch", "onnx"), f"{times['onnx'] / times['torch']:.2f}",
                          f"{row['bytes'] / 1e3:.0f}", f"{row['export_s']:.0f}"))
     return table(head, rows)
 
 
-def _passed(row: Mapping[str, Any], limit: float) -> str:
-    """On how many seeds the engines are within the limit, or onnx no farther from double precision than torch."""
-    seeds = list(zip(row["onnx-torch"], row["onnx-double"], row["torch-double"], strict=True))
-    return f"{sum(near <= limit or own <= other for near, own, other in seeds)} of {len(seeds)}"
+def _passed(row: Mapping[str, Any], limit: float, engine: str, other: str) -> str:
+    """On how many seeds both are within the limit, or this engine is no farther from double precision than the other.
+    """
+    seeds = list(zip(row["onnx-torch"], row[f"{engine}-double"], row[f"{other}-double"], strict=True))
+    return f"{sum(near <= limit or own <= theirs for near, own, theirs in seeds)} of {len(seeds)}"
 
 
 def memory(found: Mapping[str, Any]) -> str:
