@@ -90,7 +90,7 @@ class Agent:
         self._disk, self._renewal = Disk(home.folder, clock), renewal
         self._unwritten: tuple[str, bytes] | None = None  # the message that a full disk kept from being written
         self._gave_up: dict[str, int] = {}  # what failed -> sequence number of the manifest that asked for it
-        self._server_boot = ""
+        self._server_boot, self._server_away = "", False
         self._looked = clock()
         self._lost = False  # whether the connection broke and is not back
         self._revoked: RevokedError | None = None
@@ -221,12 +221,16 @@ class Agent:
         self._advance()
 
     def _on_server(self, presence: ServerPresence) -> None:
-        """Reports again to an aggregator that was restarted: it may have lost this device's last report."""
-        if presence.st != "on" or presence.boot == self._server_boot:
+        """Reports again to an aggregator that was away: it may have lost this device's last report."""
+        if presence.st != "on":
+            self._server_away = True
             return
-        first, self._server_boot = not self._server_boot, presence.boot
-        self._reporter.forgotten()
-        if not first and not self._serving.tell_again():
+        away, self._server_away = self._server_away, False
+        first, restarted = not self._server_boot, presence.boot != self._server_boot
+        self._server_boot = presence.boot
+        if restarted:
+            self._reporter.forgotten()
+        if not first and (restarted or away) and not self._serving.tell_again():
             self._reporter.report()
 
     def _on_chunk(self, blob_id: str, k: int | None, payload: bytes) -> None:

@@ -322,7 +322,8 @@ def test_connections_that_die_again_and_again_lose_nothing(fleet):
     assert [r.status for r in w.server.ledger.rounds()] == ["closed"] * 6
 
 
-def test_an_evaluation_that_was_lost_with_the_connection_is_reported_on_the_next(fleet):
+@pytest.mark.parametrize("whose", ["d1", "the aggregator"])
+def test_an_evaluation_that_was_lost_with_a_connection_is_reported_on_the_next(fleet, whose):
     faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults))
     start(w, "d0", "d1", "d2")
@@ -330,7 +331,7 @@ def test_an_evaluation_that_was_lost_with_the_connection_is_reported_on_the_next
     assert w.pump(lambda: {row.device for row in w.server.ledger.rows(Evaluation, round=1)} == {"d0", "d2"})
     assert not w.pump(lambda: all_evaluated(w, 1), steps=50, tick_s=TICK_S)
     lost()
-    w.broker.drop(w.agents["d1"].link.client_id)
+    w.broker.drop((w.agents[whose] if whose == "d1" else w.server).link.client_id)
     assert w.pump(lambda: all_evaluated(w, 1), tick_s=TICK_S)
 
 
