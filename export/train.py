@@ -107,10 +107,10 @@ class Reference:
 
     def _loss(self, w: Params, given: dict[str, Tensor]) -> list[Tensor]:
         if "x" in given:
-            estimators, batch = Estimators(self._network, len(self._graph.layout.classes), self._hyper), ("x", "y")
+            estimators = Estimators(self._network, len(self._graph.layout.classes), self._hyper)
         else:
             estimators = Estimators(self._network, given["classes"].shape[0], self._hyper)
-            batch = ("support_x", "support_y", "query_x", "query_y")  # type: ignore[assignment]
+        batch = ("x", "y") if "x" in given else ("support_x", "support_y", "query_x", "query_y")
         tensors = [given[name] for name in batch]
         match self._graph.info.loss:
             case "entropy":

@@ -44,12 +44,17 @@ def _each(value: int | Sequence[int], number: int) -> list[int]:
     return [value] * number if isinstance(value, int) else list(value) * (number // len(value))
 
 
+def _applied(function: Any, *given: Any) -> Any:
+    """``function.apply``, which torch gives no types."""
+    return function.apply(*given)
+
+
 def _convolution(
     n: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     how = (_each(stride, n), _each(padding, n), _each(dilation, n), False, [0] * n, groups)
-    out: Tensor = _Convolution.apply(input, weight, bias, how)  # type: ignore[no-untyped-call]
+    out: Tensor = _applied(_Convolution, input, weight, bias, how)
     return out
 
 
@@ -63,8 +68,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x, weight = ctx.saved_tensors
-        to_x, to_weight, to_bias = _ConvolutionBackward.apply(  # type: ignore[no-untyped-call]
-            grad, x, weight, ctx.bias, ctx.how)
+        to_x, to_weight, to_bias = _applied(_ConvolutionBackward, grad, x, weight, ctx.bias, ctx.how)
         return to_x, to_weight, to_bias if ctx.bias else None, None
 
 
@@ -95,10 +99,10 @@ def _max_pool(
     stride = kernel if stride in (None, []) else _each(stride, n)
     how = (kernel, stride, _each(padding, n), _each(dilation, n), ceil_mode)
     if n == 2:
-        out: Tensor = _MaxPool.apply(input, how)  # type: ignore[no-untyped-call]
+        out: Tensor = _applied(_MaxPool, input, how)
         return out
     flat = ([1, *how[0]], [1, *how[1]], [0, *how[2]], [1, *how[3]], ceil_mode)
-    pooled: Tensor = _MaxPool.apply(input.unsqueeze(2), flat)  # type: ignore[no-untyped-call]
+    pooled: Tensor = _applied(_MaxPool, input.unsqueeze(2), flat)
     return pooled.squeeze(2)
 
 
@@ -113,7 +117,7 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x, indices = ctx.saved_tensors
-        return _MaxPoolBackward.apply(grad, x, indices, ctx.how), None  # type: ignore[no-untyped-call]
+        return _applied(_MaxPoolBackward, grad, x, indices, ctx.how), None
 
 
 class _MaxPoolBackward(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 Rows are lists of flat dictionaries, which ``pandas.DataFrame(rows)`` and ``polars.DataFrame(rows)`` take as they are. A
 figure that was not measured has no key in its row, never 0. Everything is imported when it is called, so that
-``import metafleet`` needs a few milliseconds and no torch.
+``import metafleet`` loads no torch.
 
     import metafleet
 

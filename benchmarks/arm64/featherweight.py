@@ -40,8 +40,7 @@ class Memory:
         self.most = max(self.most, together(map(parse, processes)) / 1e6)
         marks = [int(kib) for kib in re.findall(r"VmHWM:\s+(\d+) kB", told)]
         self.high_water = max([self.high_water, *(kib * 1024 / 1e6 for kib in marks)])
-        left, swap = (int(re.search(rf"{name}:\s+(\d+) kB", told)[1])  # type: ignore[index]
-                      for name in ("MemAvailable", "SwapTotal"))
+        left, swap = (int(re.findall(rf"{name}:\s+(\d+) kB", told)[0]) for name in ("MemAvailable", "SwapTotal"))
         self.least_left, self.swap = min(self.least_left, left * 1024 / 1e6), max(self.swap, swap)
         return True
 

@@ -103,8 +103,9 @@ def card(world: Scene, made: program.Program, *files: Path) -> None:
     """A card that knows of no device, with the program and ``files`` at /srv, on which root may log in."""
     subprocess.run(["cp", "--sparse=always", str(world.base.image), str(world.card)], check=True)
     world.key()
-    image.folder(world.card, "/root/.ssh")
-    image.put(world.card, world.folder / "key.pub", "/root/.ssh", "authorized_keys")
+    keys = f"/{world.user}/.ssh"
+    image.folder(world.card, keys)
+    image.put(world.card, world.folder / "key.pub", keys, "authorized_keys")
     for file in (made.path, *files):
         image.put(world.card, file, "/srv", "program.tar.gz" if file == made.path else file.name)
 

@@ -106,8 +106,8 @@ def compared(layout: Layout, name: str, seeds: int = SEEDS, timed: bool = True) 
 
 def _of_seed(engine: TorchEngine, first: Params) -> TorchEngine:
     """The engine, whose devices keep the groups of ``first`` initially."""
-    engine.first_personal = (  # type: ignore[method-assign]
-        lambda method, layout, scalars: trees.only(first, method.personal))
+    seeded: Any = engine
+    seeded.first_personal = lambda method, layout, scalars: trees.only(first, method.personal)
     return engine
 
 

@@ -125,11 +125,13 @@ def _of_costs(costs: Iterable[DeviceCosts]) -> Iterator[Metric]:
                   (((one.device,), None if one.peak_mib is None else one.peak_mib * (1 << 20)) for one in costs))
 
 
-def _family(family: Metric, samples: Iterable[tuple[tuple[str, ...], float | None]]) -> Metric:
+def _family(
+    family: CounterMetricFamily | GaugeMetricFamily, samples: Iterable[tuple[tuple[str, ...], float | None]]
+) -> Metric:
     """The family with the samples that have a value."""
     for labels, value in samples:
         if value is not None:
-            family.add_metric(list(labels), value)  # type: ignore[attr-defined]
+            family.add_metric(list(labels), value)
     return family
 
 

@@ -61,6 +61,7 @@ def test_there_is_code_to_check() -> None:
     assert "ditto" not in PRODUCT, "then it is no example of how to add one"
 
 
+@pytest.mark.slow
 def test_the_blocks_of_every_page_type_check_strictly(tmp_path: Path) -> None:
     files = []
     for name, source in PAGES.items():

@@ -233,6 +233,7 @@ def test_a_device_that_joins_begins_with_the_seed(fleet: Any) -> None:
     assert fetched(w, "late", number) == sum(way) < whole(w)
 
 
+@pytest.mark.slow
 def test_a_method_that_shares_a_head_alone_sends_it_as_a_seed_and_by_deltas(fleet: Any) -> None:
     w = fleet("lg-fedavg", rounds=6)
     for number in range(1, 7):

@@ -522,6 +522,7 @@ def test_a_folder_of_another_kind_is_no_fleet(run: Run, place: Path, data: Path)
 # Folders -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_init_makes_a_fleet_once_and_again_only_what_is_missing(run: Run, data: Path, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet"
     assert run("metafleet", "init", fleet, "--data", data, "--rounds", 2).code == 0

@@ -194,6 +194,7 @@ def test_devices_that_do_not_train_are_evaluated_with_few_labels_too(
     assert found.few.baselines.truth.sum() > found.baselines.truth.sum(), "fewer labels leave more to evaluate"
 
 
+@pytest.mark.slow
 def test_a_model_that_only_memorises_real_samples_is_warned_of_and_a_good_one_is_not(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

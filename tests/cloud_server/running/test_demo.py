@@ -223,6 +223,7 @@ def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(programs: 
 # The README's walkthrough ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_users_own_fleet_is_made_by_the_commands_of_the_readme(programs: Programs) -> None:
     fleet, data = programs.folder / "greenhouse", write_samples(programs.folder / "samples.npz")
     done = run_to_end(metafleet("init", fleet, "--data", data, "--rounds", 2, "--no-train-graph", "--no-trial"))

@@ -26,9 +26,15 @@ def fleet(finished: Path, tmp_path: Path) -> Fleet:
     return Fleet.load(tmp_path / "fleet")
 
 
+class Unit(configparser.ConfigParser):
+    """Keeps the case of keys."""
+
+    def optionxform(self, optionstr: str) -> str:
+        return optionstr
+
+
 def parsed(text: str) -> configparser.ConfigParser:
-    unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit = Unit(interpolation=None)
     unit.read_string(text)
     return unit
 

@@ -174,6 +174,7 @@ IF_INSTALLED = {"socks"}
 """What paho takes where it is. Nothing of a device's installs it; the driver of the tests' browser does."""
 
 
+@pytest.mark.slow
 def test_serving_personalizing_and_running_load_a_devices_packages_and_no_more(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1))
     homes.service_with_model(place, "pfldyn-maml")
