@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fleet_core.link.host_header import is_ours
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
           "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
@@ -90,23 +91,10 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         """(status, reason), or None."""
         hosts, path = headers.getlist("host"), scope["path"]
-        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+        if len(hosts) != 1 or not is_ours(hosts[0], self._names):
             return 421, "this console is not reached by that name; metafleet console --name NAME allows one"
         if scope["method"] not in ("GET", "HEAD") and headers.getlist("origin") != [f"{scope['scheme']}://{hosts[0]}"]:
             return 403, "what changes something has to come from the console's own page"
         if not (path in OPEN or path.startswith(OPEN_BELOW) or self._tokens.allow(headers)):
             return 401, "the console's token is needed"
         return None
-
-    def _is_ours(self, host: str) -> bool:
-        name, colon, port = host.rpartition(":")
-        if not colon or not port.isdecimal() or host.endswith("]"):
-            name = host
-        name = name.lower().rstrip(".")
-        if name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return False
-        return True

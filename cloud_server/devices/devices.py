@@ -268,15 +268,19 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
     """Asks the aggregator to revoke a device. Returns the serials of its valid certificates, and whether the aggregator
     runs. Raises ConfigError if there is no such device, StateError."""
     from cloud_server.identity import fleet_certificates
+    from cloud_server.records import disk_errors
 
-    with Ledger(fleet.ledger_path, create=False) as ledger:
-        known_device(ledger, fleet.folder, name)
-        ledger.request(f"revoke/{name}", repr(time.time()))
-        serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
-        running = fleet.running()
-        if not running and (fleet.folder / "ca.key").exists():
-            fleet_certificates.write_revocations(fleet, ledger, also=(name,))
-    return serials, running
+    def asked() -> tuple[list[str], bool]:
+        with Ledger(fleet.ledger_path, create=False) as ledger:
+            known_device(ledger, fleet.folder, name)
+            ledger.request(f"revoke/{name}", repr(time.time()))
+            serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
+            running = fleet.running()
+            if not running and (fleet.folder / "ca.key").exists():
+                fleet_certificates.write_revocations(fleet, ledger, also=(name,))
+        return serials, running
+
+    return disk_errors.with_reserve(fleet.folder, asked)
 
 
 def revoked_text(name: str, running: bool) -> str:

@@ -1,13 +1,21 @@
-"""Distinguishes a disk that cannot be used now, which may pass, from a damaged file, which does not."""
+"""Distinguishes a disk that cannot be used now, which may pass, from a damaged file, which does not; and keeps room on
+the disk for what must always work."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
+
+RESERVE = "reserve"
+RESERVE_BYTES = 4 << 20
+Result = TypeVar("Result")
 
 
 def is_disk_error(error: BaseException) -> bool:
@@ -24,3 +32,21 @@ def undisturbed(log: Callable[[str], None]) -> Callable[[str], None]:
             log(line)
 
     return say
+
+
+def reserve(folder: Path) -> None:
+    """Keeps room for revoking in a file of a fleet's folder. Nothing happens where the disk has none."""
+    with contextlib.suppress(StateError):
+        if not (folder / RESERVE).exists():
+            storage.write_atomic(folder / RESERVE, os.urandom(RESERVE_BYTES))  # zeros may take no room on the disk
+
+
+def with_reserve(folder: Path, action: Callable[[], Result]) -> Result:
+    """``action()``; on a full disk once more, with the room that was reserved in ``folder``. Raises StateError."""
+    try:
+        return action()
+    except (StateError, OSError) as error:
+        if not is_disk_error(error) or not (folder / RESERVE).exists():
+            raise
+        (folder / RESERVE).unlink()
+        return action()

@@ -13,6 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 
 from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broker import requirements
@@ -188,7 +189,9 @@ class Coordinator:
             elif what == "invite":
                 self._parts.enrolments.invite(Invitation(**json.loads(value)))
             elif what == "revoke":
-                self._revoke(name, requested_at(value) or self._now())
+                disk_errors.with_reserve(
+                    self.fleet.folder, partial(self._revoke, name, requested_at(value) or self._now())
+                )
             else:
                 continue
             self.ledger.remove_request(key, value)

@@ -49,7 +49,10 @@ class DeviceMessages:
             self.on_report(name, messages.decode(Report, payload))
         elif address.kind == "up" and address.part == "m":
             self._parts.waiting.offered(name)
-            offer = messages.decode(UploadManifest, payload, limit=MAX_OFFER_BYTES)
+            try:
+                offer = messages.decode(UploadManifest, payload, limit=MAX_OFFER_BYTES)
+            except MessageError as error:
+                return self._parts.receiver.on_unreadable_offer(name, number, str(error))
             self._parts.receiver.on_offer(name, number, offer)
         elif address.kind == "up":
             self._parts.waiting.chunk_came(name)

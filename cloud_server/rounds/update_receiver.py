@@ -27,6 +27,8 @@ from fleet_core.protocol.round_messages import UploadManifest
 
 REFUSALS_NOTED = 8
 REASON = 500  # characters
+MOST_SAMPLES = 10_000_000
+LARGEST_LOSS = 1e6
 BATCHES = ("batch", "support_batch", "query_batch")
 
 
@@ -108,6 +110,14 @@ class UpdateReceiver:
                 reason = str(error)
         self._refuse(device, number, manifest, reason)
 
+    def on_unreadable_offer(self, device: str, number: int, reason: str) -> None:
+        """The round does not wait for this device, and its note says why."""
+        opened, reason = self._rounds.open, f"its announcement cannot be read: {reason}"[:REASON]
+        if opened is not None and number == opened.number and device not in opened.received:
+            opened.fail(device, reason)
+        self._log(f"round {number}: {device}: update refused: {reason}")
+        self._tell(device, Down("reject", number, ok=False, reason=reason))
+
     def on_chunk(self, device: str, number: int, k: int | None, payload: bytes) -> None:
         try:
             whole = None if k is None else self._uploads.chunk(device, number, k, payload)
@@ -166,6 +176,10 @@ class UpdateReceiver:
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
         bound = self._link.max_update_norm
         wrong += [f"{name} is {v:g}, above {bound:g}" for name, v in manifest.scalars.items() if not abs(v) <= bound]
+        loss = manifest.metrics.get("loss", 0.0)
+        claims = {"samples": (manifest.samples, MOST_SAMPLES), "loss": (loss, LARGEST_LOSS)}
+        wrong += [f"{name} {value:g}, expected at most {most:g}" for name, (value, most) in claims.items()
+                  if not abs(value) <= most]
         return "; ".join(wrong)
 
     def _verify(self, manifest: UploadManifest, data: bytes) -> None:

@@ -95,6 +95,12 @@ class Uploads:
         except MessageError:
             upload.wrong += 1
             self.wrong_chunks[device] = self.wrong_chunks.get(device, 0) + 1
+            if k in upload.granted:  # asked for again now, so that a device that sends nothing right is soon given up
+                upload.granted.remove(k)
+                self._credit += 1
+                upload.heard, upload.asked = self._clock(), 0
+                self._queue(device)
+                self._serve()
             raise
 
     def given_up(self, device: str) -> UploadManifest | None:

@@ -58,6 +58,7 @@ class Aggregator:
             self.coordinator.close()
 
     def _begin(self) -> Coordinator:
+        disk_errors.reserve(self._state.parent)
         storage.check_free_space(self._state, "round-*")
         with self._ledger.transaction():  # refused where nothing can be written
             if self._ledger.fact("stalled"):

@@ -1,6 +1,7 @@
 """An HTTP/1.1 server for one device: a thread per connection, and a limit on everything that a client can use.
 
-There are limits on the connections, on the size of heads, bodies and all bodies together, on the time that each may
+There are limits on the connections (when all are taken, a new client gets the place of the one that has been silent or
+slow for longest), on the size of heads, bodies and all bodies together, on the time that each may
 take to arrive, on the time without a request, and on the time to receive a response. Plain HTTP without accounts: for
 loopback or a trusted network.
 
@@ -10,6 +11,7 @@ loopback or a trusted network.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -116,6 +118,8 @@ class HttpServer:
     def _take(self, peer: socket.socket) -> None:
         connection = Connection(peer, self._answer, self.limits, self._bodies, self._log, self._stopping)
         with self._changed:
+            if len(self._connections) >= self.limits.connections:
+                self._end_slowest()
             if len(self._connections) >= self.limits.connections or self._stopping.is_set():
                 return connection.turn_away()
             self._connections.add(connection)
@@ -124,6 +128,14 @@ class HttpServer:
         except RuntimeError as error:  # the system gives no more threads
             self._log(f"http: {error}")
             self._leave(connection)
+
+    def _end_slowest(self) -> None:
+        """Ends the connection whose client has let this device wait for longest; none while all are being answered."""
+        waiting = [one for one in self._connections if one.waits_since < math.inf]
+        if waiting:
+            slowest = min(waiting, key=lambda one: one.waits_since)
+            self._connections.discard(slowest)
+            slowest.end()
 
     def _serve(self, connection: Connection) -> None:
         try:
@@ -175,6 +187,8 @@ class Connection:
         self._peer, self._answer, self._limits, self._bodies = peer, answer, limits, bodies
         self._log, self._stopping = log, stopping
         self._buffer = bytearray()
+        self.waits_since = time.monotonic()
+        """Since when the client has been taking an answer or sending a request; infinite while an answer is made."""
         self._busy = threading.Lock()  # held from a request's first byte to the end of its answer
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -236,12 +250,15 @@ class Connection:
         except Refused as refused:
             return self._refuse(refused)
         try:
-            response = self._response(Request(head, self._read_body(head, length)))
+            body = self._read_body(head, length)
+            self.waits_since = math.inf
+            response = self._response(Request(head, body))
         except Refused as refused:
             return self._refuse(refused)
         finally:
             self._bodies.give(length)
         close = not head.keep_alive or self._stopping.is_set()
+        self.waits_since = time.monotonic()
         self._send(response.encode(close=close, without_body=head.method == "HEAD"))
         return not close
 

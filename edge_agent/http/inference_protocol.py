@@ -17,7 +17,7 @@ import json
 import re
 import threading
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,6 +29,7 @@ from edge_agent.http.http_messages import Refused, Request, Response, as_error, 
 from edge_agent.http.tensors import Form
 from fleet_core import __version__
 from fleet_core.base.errors import ConfigError, DataError, FleetError, MessageError, StateError
+from fleet_core.link.host_header import is_ours
 from fleet_core.protocol.device_messages import Answer
 
 Array = np.ndarray[Any, Any]
@@ -84,10 +85,12 @@ class InferenceRequest:
 
 
 class InferenceProtocol:
-    """The protocol for one model."""
+    """The protocol for one model. names: host names by which this device may be reached, beside ``localhost`` and any
+    address."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, names: Iterable[str] = ()):
         self._model = model
+        self._names = {"localhost", *(name.lower() for name in names)}
         self._reading = threading.Lock()  # only one request's JSON is in memory at a time
         of_model = r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
         self._routes: list[tuple[str, re.Pattern[str], Callable[[Request, str | None], Response]]] = [
@@ -113,6 +116,9 @@ class InferenceProtocol:
 
     def _route(self, request: Request) -> Response:
         head = request.head
+        if not is_ours(head.headers.get("host", "localhost"), self._names):
+            raise Refused(421, f"this device is not reached by the name '{head.headers['host'][:100]}'; [serve] names "
+                               "in device.toml allows names")
         for verb, pattern, action in self._routes:
             match = pattern.fullmatch(head.path)
             if match is None:

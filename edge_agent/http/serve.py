@@ -6,6 +6,7 @@ changes that ``edge-agent run`` or ``edge-agent personalize`` makes there.
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,8 @@ def start(settings: Settings, service: Service, log: Callable[[str], None]) -> H
     """Starts a server for ``service``. Raises LinkError if it cannot listen."""
     allocator.share()
     name, address = settings.device.fleet, settings.serve
-    protocol = InferenceProtocol(ServedModel(name, service))
+    machine = socket.gethostname()
+    protocol = InferenceProtocol(ServedModel(name, service), (machine, f"{machine}.local", *address.names))
     server = HttpServer(protocol.answer, address.host, address.port, log=log).start()
     log(f"answers at {server.url}/v2/models/{name}")
     if address.host not in LOOPBACK:

@@ -112,7 +112,7 @@ class Personalize:
 @dataclass(frozen=True)
 class Serve:
     """host, port: where plain HTTP requests are answered, for loopback or a trusted network; port 0: not at all in
-    ``edge-agent run``.
+    ``edge-agent run``. names: further host names by which a client may reach it; see ``fleet_core.link.host_header``.
 
     unknown: mark samples that are far from all known samples. unknown_quantile: the share of the device's own samples
     that should count as known. worse_by: a new model, another personalization or more labelled samples are rejected
@@ -121,6 +121,7 @@ class Serve:
 
     host: str = field(default="127.0.0.1", metadata={"max_length": 255})
     port: int = field(default=0, metadata={"min": 0, "max": 65535})
+    names: tuple[str, ...] = field(default=(), metadata={"max_length": 32})
     unknown: bool = False
     unknown_quantile: float = field(default=0.95, metadata={"above": 0, "max": 1})
     worse_by: float = field(default=0.1, metadata={"min": 0, "max": 1})

@@ -22,6 +22,7 @@ from cloud_server.commands.cli import app
 from cloud_server.records import checkpoint, disk_errors
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Device
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
@@ -454,3 +455,36 @@ def test_a_damaged_update_in_the_spool_is_requested_again(copy, name, restarted)
     assert checkpoint_bits(w) == wanted
     if name == "d0.update":
         assert w.logged("the kept update of d0 is dropped")
+
+
+def test_revoking_works_on_a_full_disk(founded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet.load(founded / "fleet")
+    with Ledger(fleet.ledger_path) as ledger:
+        ledger.put(Device(name="d0", enrolled_round=1, first_seen=0.0, last_seen=0.0))
+    put = Ledger.request
+
+    def full_but_for_the_reserve(ledger: Ledger, key: str, value: str) -> None:
+        if (fleet.folder / disk_errors.RESERVE).exists():
+            raise StateError("cannot be written: the disk is full") from sqlite3.OperationalError("full")
+        put(ledger, key, value)
+
+    monkeypatch.setattr(Ledger, "request", full_but_for_the_reserve)
+    disk_errors.reserve(fleet.folder)
+    assert (fleet.folder / disk_errors.RESERVE).stat().st_size == disk_errors.RESERVE_BYTES
+    done = CliRunner().invoke(app, ["devices", "revoke", str(fleet.folder), "d0"])
+    assert done.exit_code == 0, done.output
+    with Ledger(fleet.ledger_path) as ledger:
+        assert "revoke/d0" in ledger.requests()
+
+
+def test_the_reserve_is_used_for_a_full_disk_alone_and_made_again(tmp_path: Path) -> None:
+    def damaged() -> None:
+        raise StateError("is damaged")
+
+    disk_errors.reserve(tmp_path)
+    with pytest.raises(StateError, match="is damaged"):
+        disk_errors.with_reserve(tmp_path, damaged)
+    assert (tmp_path / disk_errors.RESERVE).exists()
+    (tmp_path / disk_errors.RESERVE).unlink()
+    disk_errors.reserve(tmp_path)
+    assert (tmp_path / disk_errors.RESERVE).exists()

@@ -24,7 +24,7 @@ from cloud_server.records.ledger_tables import Device, Evaluation, Round, Traffi
 from cloud_server.records.spool import Spool
 from cloud_server.rounds import update_receiver
 from cloud_server.rounds.members import SILENT_S, Members
-from cloud_server.rounds.uploads import Uploads
+from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from cloud_server.running import aggregator_process
 from edge_agent.compute.trainer import InlineTrainer, TrainerJobs
 from edge_agent.compute.training_jobs import Order
@@ -500,6 +500,8 @@ BLOB = Blob.of(b"x" * 3000, 1024)
         ({"blob": Blob.of(b"x" * 500_000, 1024)}, "a blob of 500000 bytes"),
         ({"blob": replace(BLOB, n=99)}, "99 chunks"),
         ({"blob": replace(BLOB, id="0" * 32)}, "not the start of its root"),
+        ({"samples": 10**9}, "samples 1e+09, expected at most"),
+        ({"metrics": {"loss": 1e30}}, "loss 1e+30, expected at most"),
     ],
 )
 def test_an_offer_that_does_not_fit_the_round_is_refused_and_named(liar, change, reason):
@@ -546,6 +548,50 @@ def test_a_complete_but_invalid_update_is_refused_and_named(liar, make, reason):
     assert reason in row.reason
     assert liar.downs()[-1].t == "reject"
     assert not list((liar.w.fleet.folder / "spool").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("said", [b"{", b"[]", b'{"codec":"fp32"}'])
+def test_a_round_does_not_wait_for_a_device_whose_announcement_cannot_be_read(fleet, said):
+    w = fleet(devices=2, fleet="quorum = 0.5", link='up = "fp32"')
+    w.start_server()
+    liar, honest = FakeDevice(w, "liar"), FakeDevice(w, "honest")
+    for fake in (liar, honest):
+        fake.announce()
+    assert w.pump(lambda: opened(w, 1))
+    w.step()
+    liar.link.publish(topics.upload(w.name, "liar", 1, "m"), said)
+    data = payloads.encode("fp32", constant_update(w))
+    upload = honest.update(data)
+    honest.offer(upload, 1)
+    w.step()
+    honest.send(upload, 1, data)
+    assert w.pump(lambda: w.closed() == 1, tick_s=0.0), "no deadline passes: the clock stands still"
+    assert [(down.t, down.ok) for down in liar.downs()][-1:] == [("reject", False)]
+    assert "liar: its announcement cannot be read" in w.server.ledger.rows(Round, round=1)[0].note
+
+
+def test_a_round_does_not_wait_for_a_device_that_sends_wrong_bytes(fleet):
+    w = fleet(devices=2, fleet="quorum = 0.5", link='up = "fp32"')
+    w.start_server()
+    liar, honest = FakeDevice(w, "liar"), FakeDevice(w, "honest")
+    for fake in (liar, honest):
+        fake.announce()
+    assert w.pump(lambda: opened(w, 1))
+    w.step()
+    data = payloads.encode("fp32", constant_update(w))
+    upload = liar.update(data)
+    liar.offer(upload, 1)
+    w.step()
+    for _ in range(WRONG_CHUNKS):
+        liar.send(upload, 1, bytes(len(data)))
+        w.step()
+    assert liar.downs()[-1].t == "reject"
+    honest.offer(honest.update(data), 1)
+    w.step()
+    honest.send(honest.update(data), 1, data)
+    assert w.pump(lambda: w.closed() == 1, tick_s=0.0), "no deadline passes: the clock stands still"
+    assert statuses(w, 1) == {"liar": "refused", "honest": "counted"}
+    assert "were not as announced" in w.server.ledger.rows(Round, round=1)[0].note
 
 
 def test_a_chunk_with_another_hash_is_refused_and_requested_again(liar):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -235,21 +236,37 @@ def test_a_silent_connection_ends(echo: Echo) -> None:
     server.stop()
 
 
-def test_a_connection_too_many_is_turned_away_and_room_is_made_again(client: Callable[[], Raw]) -> None:
+def test_a_connection_too_many_is_turned_away_and_room_is_made_again(client: Callable[[], Raw], echo: Echo) -> None:
     held = [client() for _ in range(SMALL.connections)]
     for raw in held:
-        raw.send(GET)
-        assert raw.response()[0] == 200
+        raw.send(b"GET /wait HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        assert echo.inside.acquire(timeout=PATIENCE_S)
     late = client()
     assert late.response()[0] == 503
     assert late.ended()
+    echo.free.set()
     for raw in held:
-        raw.send(b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
         assert raw.response()[0] == 200
         assert raw.ended()
     again = client()
     again.send(GET)
     assert again.response()[0] == 200
+
+
+def test_slow_and_silent_clients_lock_nobody_out(client: Callable[[], Raw], echo: Echo) -> None:
+    busy = client()
+    busy.send(b"GET /wait HTTP/1.1\r\nHost: h\r\n\r\n")
+    assert echo.inside.acquire(timeout=PATIENCE_S)
+    slow = [client() for _ in range(5 * SMALL.connections)]
+    for raw in slow[::2]:
+        with contextlib.suppress(OSError):  # it has lost its place
+            raw.send(b"GET /x HTT")
+    patient = client()
+    patient.send(GET)
+    assert patient.response()[0] == 200
+    assert slow[0].ended()
+    echo.free.set()
+    assert busy.response()[0] == 200
 
 
 def test_bodies_together_are_bounded(client: Callable[[], Raw], echo: Echo) -> None:

@@ -142,6 +142,19 @@ def test_a_web_page_that_asks_from_elsewhere_is_refused() -> None:
         refused(post({"inputs": [x_of()]}, path=path, origin="http://example.org"), "web pages", 403)
 
 
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "localhost.evil.example", "", "1.2.3.4.evil"])
+def test_a_name_that_a_web_page_has_pointed_at_this_device_is_refused(host: str) -> None:
+    for path in ("/v2/models/sums/infer", "/v2/models/sums/samples"):
+        refused(post({"inputs": [x_of()]}, path=path, host=host), "not reached by the name", 421)
+    assert get("/v2/models/sums", host=host)[0] == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:80", "192.168.1.7:8080", "[::1]:80", "[::1]", "Pi-07.local"])
+def test_an_address_and_the_devices_own_names_are_let_through(host: str) -> None:
+    request = Request(Head("GET", "/v2/models/sums", {"host": host}))
+    assert InferenceProtocol(Sums(), ["pi-07.local"]).answer(request).status == 200
+
+
 # Answers --------------------------------------------------------------------------------------------------------------
 
 

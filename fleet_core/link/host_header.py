@@ -1,0 +1,24 @@
+"""The ``Host`` of an HTTP request: whether a web page may have been tricked into sending it (DNS rebinding)."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+
+
+def is_ours(host: str, names: Collection[str]) -> bool:
+    """Whether ``host``, the header's value, is an IP address or one of ``names``, with or without a port.
+
+    A page elsewhere can point its own name at this machine, but an address it cannot point anywhere. names: lower case.
+    """
+    name, colon, port = host.rpartition(":")
+    if not colon or not port.isdecimal() or host.endswith("]"):
+        name = host
+    name = name.lower().rstrip(".")
+    if name in names:
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
