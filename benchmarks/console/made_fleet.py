@@ -13,6 +13,8 @@ from cloud_server.records.ledger_tables import Device, Energy, Evaluation, Round
 
 PLACES = ("attic", "barn", "cellar", "dairy", "garden", "greenhouse", "kitchen", "loft", "mill", "orchard", "porch",
           "pump", "shed", "silo", "stable", "well")
+BOARDS = ((512, "Raspberry Pi Zero 2 W Rev 1.0", "onnx"), (1024, "Raspberry Pi 3 Model B Plus Rev 1.3", "torch"),
+          (4096, "Raspberry Pi 4 Model B Rev 1.4", "torch"))
 SETTINGS = """\
 [fleet]
 name = "{name}"
@@ -59,7 +61,11 @@ class MadeFleet:
         self.ledger = Ledger(self.folder / "ledger.sqlite")
 
     def _device(self, k: int, name: str) -> Device:
-        said = {"st": "on", "ram": (512, 1024, 4096)[k % 3], "train": k % 11 != 7, "codecs": ["fp32", "int8"]}
+        ram, board, engine = BOARDS[k % len(BOARDS)]
+        said = {"st": "on", "ram": ram, "train": k % 11 != 7, "codecs": ["fp32", "int8"], "board": board,
+                "engines": [engine]}
+        if k % 13 == 4:
+            del said["board"]  # an agent of an earlier version
         return Device(
             name=name, state="off" if k % 17 == 5 else "on", first_seen=self.at + k / 10, last_seen=self.at + 60,
             phase=("idle", "training", "idle", "serving")[k % 4], version="0.1.0", took_part=True, capabilities=said,

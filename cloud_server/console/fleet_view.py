@@ -18,7 +18,7 @@ from typing import Any
 
 from cloud_server.console import events
 from cloud_server.devices import fleet_status
-from cloud_server.devices.devices import listed_devices, pending_requests
+from cloud_server.devices.devices import engine_of, listed_devices, pending_requests
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Joules, Volume
@@ -153,6 +153,7 @@ def _device(row: Device) -> dict[str, Any]:
     return {
         "name": row.name, "status": row.status, "state": row.state, "phase": phase_of(row) if said else None,
         "last_seen": row.last_seen, "version": row.version or None, "ram": said.get("ram") or None,
+        "board": said.get("board") or None, "engine": engine_of(row) or None,
         "trains": said.get("train"), "cannot": row.cannot, "took_part": row.took_part, "new": row.new,
     }
 

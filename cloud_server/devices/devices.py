@@ -134,7 +134,7 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
     public_keys = ("serial", "issued_at", "expires_at")
     return {
         **schema.plain(device),
-        "engine": _engine(device),
+        "engine": engine_of(device),
         "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
         "pending": pending_requests(ledger).get(device.name),
         "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
@@ -142,7 +142,7 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
     }
 
 
-def _engine(device: Device) -> str:
+def engine_of(device: Device) -> str:
     """What the device trains with, as its agent said when it came; empty if it has not come or does not train."""
     engines = device.capabilities.get("engines") or (["torch"] if device.capabilities.get("train") else [])
     return str(engines[0]) if device.capabilities.get("train") else ""

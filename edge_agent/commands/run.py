@@ -16,7 +16,7 @@ from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.process_usage import own_usage
 from edge_agent.device.state import DeviceState
-from edge_agent.device.this_board import limits_of, profile_of, radio_of, remarks, sensor_of, watts_of
+from edge_agent.device.this_board import board_of, limits_of, profile_of, radio_of, remarks, sensor_of, watts_of
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
@@ -53,7 +53,7 @@ def run(
         log(f"{remark} ('edge-agent doctor' says more)")
     agent = Agent(
         settings, state, link, service, accounts, _trainer(settings, limits, log), limits=limits,
-        renewal=_renewal(home, settings, link, boot, log), boot=boot, log=log,
+        board=board_of(home, settings), renewal=_renewal(home, settings, link, boot, log), boot=boot, log=log,
     )
     _restore(service, log)
     with accounts.metering(), _http_server(settings, service, log):

@@ -28,6 +28,13 @@ def named(name: str) -> Profile:
     return catalogue.load(name)
 
 
+def board_of(home: Path, settings: Settings) -> str:
+    """What this machine is, for people: its own model as in the device tree, else the title of its profile, else its
+    architecture. Raises ConfigError."""
+    found, profile = probe.machine(), profile_of(home, settings)
+    return found.model or (profile.title if profile is not None else found.arch)
+
+
 def wish_of(settings: Settings) -> Wish:
     train = settings.train
     return Wish(train.enabled, train.max_parameters, train.max_batch, train.threads, train.engine)

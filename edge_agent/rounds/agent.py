@@ -41,7 +41,7 @@ from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 class Agent:
     """One device's agent over an open link. ``step`` raises RevokedError once a signed message revokes the device.
-    ``log`` receives what a person may want to read, one line at a time."""
+    board: what this machine is, for people. ``log`` receives what a person may want to read, one line at a time."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Agent:
         *,
         adapter: Trainer | None = None,
         limits: Limits | None = None,
+        board: str = "",
         renewal: Renewal | None = None,
         boot: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +70,8 @@ class Agent:
         limits = limits or Limits(settings.train.enabled and trainer is not None)
         trains = settings.train.enabled and trainer is not None and limits.train
         self._reporter = Reporter(
-            settings, self.boot, link, accounts, trains=trains, limits=limits, clock=clock, log=log
+            settings, self.boot, link, accounts, trains=trains, limits=limits, board=board, clock=clock,
+            log=log,
         )
         self._fetcher = Fetcher(
             self.fleet, link, clock, lambda kind, size: accounts.payload(f"{kind}_down", size), device=self.name,

@@ -18,7 +18,7 @@ from fleet_core.board.limits import Limits
 from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.link.interface import Link
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.device_messages import Answer, Presence, Report
+from fleet_core.protocol.device_messages import MAX_BOARD, Answer, Presence, Report
 
 HEARTBEAT_S = 2.0
 LOOK_S = 5.0
@@ -27,15 +27,15 @@ WORKING = ("train", "upload")
 
 
 class Reporter:
-    """trains: whether this device can train. limits: of its board. ``round``: of the current manifest; before the first
-    one it is None and nothing is reported."""
+    """trains: whether this device can train. limits: of its board, which is called ``board``. ``round``: of the current
+    manifest; before the first one it is None and nothing is reported."""
 
     def __init__(
         self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,
-        clock: Callable[[], float], log: Callable[[str], None],
+        board: str, clock: Callable[[], float], log: Callable[[str], None],
     ):
         self._settings, self._boot, self._link, self._accounts = settings, boot, link, accounts
-        self._trains, self._limits, self._clock, self._log = trains, limits, clock, log
+        self._trains, self._limits, self._board, self._clock, self._log = trains, limits, board, clock, log
         self._fleet, self._name = settings.device.fleet, settings.device.name
         self._asked: dict[str, tuple[str, float]] = {}
         self._last_heartbeat = clock()
@@ -118,6 +118,7 @@ class Reporter:
             packed=True,
             parts=True,
             engines=self._limits.engines,
+            board=self._board[:MAX_BOARD],
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

@@ -11,6 +11,7 @@ from fleet_core.protocol.round_messages import UpdateRef
 
 MAX_SOURCE, MAX_ABSENT = 200, 16
 """Characters of a source of joules or of a reason why there are none; reasons in a report."""
+MAX_BOARD = 100
 AMOUNT = {"min": 0, "max": 1e12}
 
 
@@ -23,6 +24,7 @@ class Presence:
     it takes a model as a ``Chain`` of deltas. beat: this is a heartbeat, of which only the phase counts. packed:
     whether it reads manifests under zstd. parts: whether it can train a part of a model; None: it does not say.
     engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
+    board: what it is, for people; empty from agents that do not say.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -43,6 +45,7 @@ class Presence:
     packed: bool = False
     parts: bool | None = None
     engines: tuple[str, ...] = field(default=(), metadata={"max_length": 16})
+    board: str = field(default="", metadata={"max_length": MAX_BOARD})
 
 
 @dataclass(frozen=True)

@@ -140,14 +140,15 @@ class World:
 
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
         """train=False: the device only personalizes and answers. trainer=False: it has no torch and no engine.
-        engine="onnx": it trains without torch. limits: of its board. Other keywords belong to ``[data]``."""
+        engine="onnx": it trains without torch. limits: of its board, called ``board``. Other keywords belong to
+        ``[data]``."""
         self.lives += 1
         home = DeviceState(self.folder / "devices" / name)
         if samples is not None:
             home.folder.mkdir(parents=True, exist_ok=True)
             save(home.folder / "samples.npz", samples)
         train, torch_is_there, limits = data.pop("train", True), data.pop("trainer", True), data.pop("limits", None)
-        engine = data.pop("engine", "torch")
+        engine, board = data.pop("engine", "torch"), data.pop("board", "")
         settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train))
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
@@ -156,7 +157,7 @@ class World:
         limits = Limits(True, engines=(engine,)) if limits is None and engine != "torch" else limits
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), AgentCosts(), trainer, boot=boot,
-            limits=limits, adapter=Inline(adapter.handle), clock=self.clock, now_ms=self.clock.ms,
+            limits=limits, board=board, adapter=Inline(adapter.handle), clock=self.clock, now_ms=self.clock.ms,
             log=lambda line: self.lines.append(f"{name}: {line}"),
         )
         self.agents[name] = agent

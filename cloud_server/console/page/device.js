@@ -89,8 +89,8 @@ function details(found) {
   const method = found.evaluations.at(-1)?.after?.method;
   const list = (value) => Array.isArray(value) ? value.join(", ") : value;
   const parts = [h("h2", {}, "What it is"), facts([
-    ["agent", found.version], ["memory", said.ram ? `${said.ram} MiB` : null],
-    ["trains", said.train === undefined ? null : said.train ? "yes" : "no"], ["codecs", list(said.codecs)],
+    ["board", said.board ?? ABSENT], ["agent", found.version], ["memory", said.ram ? `${said.ram} MiB` : null],
+    ["trains", said.train === undefined ? null : said.train ? "yes" : "no"], ["engines", said.train ? list(said.engines) : null], ["codecs", list(said.codecs)],
     ["personalization", method], ["joined", found.first_seen && date(found.first_seen)],
     ["revoked", found.revoked_at && date(found.revoked_at)],
     ["CPU time", found.usage.cpu_s === undefined ? null : seconds(found.usage.cpu_s)],

@@ -80,7 +80,9 @@ export function show(main) {
   return () => { end(); clearInterval(clock); };
 }
 
-const said = (d) => `${d.name} ${state(d)} ${d.version ?? ""} ${d.cannot ?? ""} ${d.trouble?.text ?? ""}`;
+const said = (d) => `${d.name} ${state(d)} ${hardware(d)} ${d.version ?? ""} ${d.cannot ?? ""} ${d.trouble?.text ?? ""}`;
+
+const hardware = (d) => [d.board ?? ABSENT, d.engine].filter(Boolean).join(", ");
 
 export function state(d) {
   if (d.status === "revoked") return "revoked";
@@ -99,11 +101,11 @@ export function kind(d) {
 }
 
 function tile(device) {
-  const [dot, phase, scores, moved, energy, seen, trouble] =
-    ["span.dot", "span.phase", "span.scores", "dd", "dd", "dd", "p.trouble"].map((one) => h(one));
+  const [dot, phase, board, scores, moved, energy, seen, trouble] =
+    ["span.dot", "span.phase", "span.board", "span.scores", "dd", "dd", "dd", "p.trouble"].map((one) => h(one));
   const [before, after] = [h("i.before"), h("i.after")];
   const item = h("li.tile", {}, h("a", {href: `#/devices/${encodeURIComponent(device.name)}`},
-    h("span.head", {}, dot, h("strong", {}, device.name), phase),
+    h("span.head", {}, dot, h("strong", {}, device.name), phase), board,
     h("span.accuracy", {}, h("span.unseen", {}, "accuracy before and after personalization "), scores),
     h("span.meter", {"aria-hidden": "true"}, after, before)),
   h("dl", {}, h("div", {}, h("dt", {}, "bytes"), moved), h("div", {}, h("dt", {}, "joules"), energy),
@@ -112,6 +114,7 @@ function tile(device) {
   const write = (d) => {
     dot.className = `dot ${kind(d)}`;
     text(phase, d.new && d.state === "on" ? "serves (new)" : state(d));
+    text(board, hardware(d));
     text(scores, d.after === undefined && d.before === undefined ? ABSENT : `${share(d.before)} → ${share(d.after)}`);
     after.style.transform = `scaleX(${d.after ?? 0})`;
     before.style.left = `${100 * (d.before ?? 0)}%`;

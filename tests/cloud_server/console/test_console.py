@@ -73,6 +73,8 @@ def test_a_fleet_is_read_with_its_devices_rounds_and_events(folder: Path) -> Non
     assert fleet["used"]["bytes"] == sum(fleet["totals"]["wire_bytes"][way] for way in ("up", "down"))
     assert sum(key.startswith("d/") for key in values) == 40
     assert values["d/attic-01"]["payload"][0] > 0
+    assert (values["d/attic-01"]["board"], values["d/attic-01"]["engine"]) == ("Raspberry Pi Zero 2 W Rev 1.0", "onnx")
+    assert "board" not in values["d/garden-01"]
     last = values["r/6"]
     assert last["asked"] == 40
     assert last["counted"] + last["refused"] <= 40

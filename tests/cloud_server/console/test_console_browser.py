@@ -80,9 +80,11 @@ def test_from_the_fleet_to_a_device_and_through_every_view(page: Page) -> None:
     assert page.text_of("#fleet-name") == "greenhouse"
     page.one("#search").send_keys("attic")
     page.until(lambda: page.text_of(".count") == "3 of 40 devices")
+    assert page.text_of(".tile .board") == "Raspberry Pi Zero 2 W Rev 1.0, onnx"
     page.click(".tile a")
     page.until(lambda: page.text_of("#main h1") == "attic-01")
     page.until(lambda: len(page.all("canvas")) >= 2)
+    assert "Raspberry Pi Zero 2 W Rev 1.0" in page.text_of(".facts")
     assert "None: this device uses a broker that asks for none." in page.text_of("#main")
     page.click("nav a[href='#/rounds']")
     page.until(lambda: len(page.all("tbody tr")) >= 6)
