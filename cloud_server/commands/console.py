@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,6 @@ def console(
         print(url, flush=True)
         processes.say("the console; Ctrl-C ends it, and the fleet runs on")
         if open_browser:
-            webbrowser.open(url)
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # one in a terminal holds it up
 
     serve.run(fleet, serve.Address(host, port, token_file, certificate, key, plain, tuple(name or ())), ready)

@@ -31,7 +31,7 @@ SUFFIXES = (".npy", ".npz", ".csv", ".ndjson", ".jsonl", *unlabelled.IMAGES)
 
 def do(folder: Path, action: str, given: dict[str, Any], by: str) -> str:
     """Does what was asked and says what happens now. given: ``device``, and for a token ``hours``. by: the browser's
-    address. Raises ConfigError and StateError."""
+    address, after the name in an operator's certificate if one was shown. Raises ConfigError and StateError."""
     fleet, name = Fleet.load(folder), given.get("device", "")
     if action in ("revoke", "token"):
         if not isinstance(name, str):

@@ -27,7 +27,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from cloud_server.console import actions, device_view, round_words
-from cloud_server.console.guard import Guard, Tokens
+from cloud_server.console.guard import Guard, Tokens, name_shown
 from cloud_server.console.live import Live
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
@@ -53,7 +53,7 @@ def app(
             yield
 
     async def session(request: Request) -> Response:
-        return JSONResponse({"open": tokens.allow(request.headers)})
+        return JSONResponse({"open": tokens.allow(request.headers, name_shown(request.scope))})
 
     async def login(request: Request) -> Response:
         given = (await _json(request, SMALL)).get("token")
@@ -84,7 +84,8 @@ def app(
 
     async def act(request: Request) -> Response:
         given = await _json(request, SMALL)
-        by = request.client.host if request.client else ""
+        place = request.client.host if request.client else ""
+        by = " at ".join(filter(None, (name_shown(request.scope), place)))
         text = await run_in_threadpool(actions.do, folder, request.path_params["action"], given, by)
         live.look()
         return JSONResponse({"text": text})

@@ -2,7 +2,8 @@
 
 Host: a name that a page elsewhere has pointed at this machine (DNS rebinding) is refused; an address cannot be pointed
 anywhere, so every address is let through. Origin: what changes something comes from this page alone. Token: needed
-beyond loopback; as a cookie, which no script can read, or as ``Authorization: Bearer``.
+beyond loopback; as a cookie, which no script can read, or as ``Authorization: Bearer``. An operator's certificate,
+shown when TLS begins, stands in its place; whoever shows another one of the fleet is refused.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import hmac
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 
+from cryptography import x509
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloud_server.broker.mosquitto_config import OPERATORS
 from fleet_core.link.host_header import is_ours
+from fleet_core.protocol import certificates
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
           "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
@@ -24,6 +28,8 @@ HEADERS = {
     "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
 }
+SHOWN = "metafleet.certificate"
+"""In the scope of a request: the verified certificate of its client, DER, or None."""
 OPEN = ("/", "/login", "/session")
 OPEN_BELOW = "/page/"
 
@@ -48,8 +54,9 @@ class Tokens:
         """The cookie's value, from which the token cannot be computed."""
         return hmac.new(self._token or b"", b"metafleet console", hashlib.sha256).hexdigest()
 
-    def allow(self, headers: Headers) -> bool:
-        if not self.needed:
+    def allow(self, headers: Headers, operator: str = "") -> bool:
+        """operator: the name in an operator's certificate that was shown, or empty."""
+        if operator or not self.needed:
             return True
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self.is_token(bearer.strip()):
@@ -59,6 +66,12 @@ class Tokens:
         except CookieError:
             return False
         return held is not None and hmac.compare_digest(held.value.encode(), self.session().encode())
+
+
+def name_shown(scope: Scope) -> str:
+    """The name in the certificate that the client has shown; empty without one."""
+    shown = scope.get(SHOWN)
+    return certificates.name_of(x509.load_der_x509_certificate(shown)) if shown else ""
 
 
 class Guard:
@@ -90,11 +103,13 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         """(status, reason), or None."""
-        hosts, path = headers.getlist("host"), scope["path"]
+        hosts, path, name = headers.getlist("host"), scope["path"], name_shown(scope)
         if len(hosts) != 1 or not is_ours(hosts[0], self._names):
             return 421, "this console is not reached by that name; metafleet console --name NAME allows one"
+        if name and name not in OPERATORS:
+            return 403, f"the certificate of '{name[:64]}' is no operator's: one of operators/ is needed"
         if scope["method"] not in ("GET", "HEAD") and headers.getlist("origin") != [f"{scope['scheme']}://{hosts[0]}"]:
             return 403, "what changes something has to come from the console's own page"
-        if not (path in OPEN or path.startswith(OPEN_BELOW) or self._tokens.allow(headers)):
+        if not (path in OPEN or path.startswith(OPEN_BELOW) or self._tokens.allow(headers, name)):
             return 401, "the console's token is needed"
         return None

@@ -1,4 +1,4 @@
-"""Serves the console until a signal: its address, its token, and TLS."""
+"""Serves the console until a signal: its address, its token, TLS, and the certificates of those who connect."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from cloud_server.console import guard
 from cloud_server.console.app import app
 from cloud_server.console.live import Live
+from cloud_server.identity import fleet_certificates
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from fleet_core.base import processes, storage
@@ -77,12 +82,14 @@ async def serve(folder: Path, address: Address, say: Callable[[str], None]) -> N
         pass
     token, live = token_of(folder, address), Live(folder)
     secure = address.certificate is not None
+    authority = _authority(folder) if secure else None
     listening = _socket(address)
     port = listening.getsockname()[1]
     settings = uvicorn.Config(
         app(folder, live, token, address.names, secure=secure), log_level="warning", access_log=False, lifespan="on",
         server_header=False, ws="none", limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=5,
-        ssl_certfile=address.certificate, ssl_keyfile=address.key,
+        ssl_certfile=address.certificate, ssl_keyfile=address.key, http=_WithCertificate,
+        ssl_cert_reqs=ssl.CERT_NONE if authority is None else ssl.CERT_OPTIONAL, ssl_ca_certs=authority,
     )
     host = f"[{address.host}]" if ":" in address.host else address.host
     host = socket.gethostname() if address.host in ("0.0.0.0", "::") else host
@@ -91,6 +98,30 @@ async def serve(folder: Path, address: Address, say: Callable[[str], None]) -> N
         await _Server(settings, live, lambda: say(f"http{'s' * secure}://{host}:{port}/{fragment}")).serve([listening])
     finally:
         listening.close()
+
+
+def _authority(folder: Path) -> Path | None:
+    """The authority of the operators' certificates; None for a fleet without certificates."""
+    path = folder / "ca.pem"
+    if not path.exists():
+        return None
+    with fleet_certificates.as_operator(Fleet.load(folder), "mqtts://localhost"):  # then there is one in operators/
+        return path
+
+
+class _WithCertificate(H11Protocol):
+    """Puts the certificate that the client showed, which TLS has verified, into the scope of its requests."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        tls, app = transport.get_extra_info("ssl_object"), self.app
+        shown = tls.getpeercert(binary_form=True) if tls is not None else None
+
+        async def with_certificate(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, guard.SHOWN: shown}, receive, send)
+
+        self.app = with_certificate
 
 
 class _Server(uvicorn.Server):

@@ -14,7 +14,9 @@ import httpx2
 import pytest
 
 from benchmarks.console.made_fleet import MadeFleet
-from tests.support.pki import user_pki
+from cloud_server.console import audit_log
+from cloud_server.identity.certificate_authority import Authority
+from tests.support.pki import credentials_for, fleet_without_model, user_pki
 from tests.support.programs import Programs, metafleet, run_to_end
 from tests.support.waiting import PATIENCE_S
 
@@ -66,6 +68,42 @@ def test_beyond_loopback_it_wants_a_certificate_and_asks_for_its_token(programs:
         assert client.get("/rounds/1").status_code == 401
         assert "Secure" in client.post("/login", json={"token": token}).headers["set-cookie"]
         assert client.get("/rounds/1").status_code == 200
+
+
+def test_an_operators_certificate_opens_it_and_no_other(programs: Programs, tmp_path: Path) -> None:
+    fleet = fleet_without_model(tmp_path / "fleet")
+    pki = user_pki(tmp_path, ["127.0.0.1"])
+    certificate, key = pki.server
+    url = address(programs, fleet.folder, "--host", "0.0.0.0", "--certificate", certificate, "--key", key)
+    here = f"https://127.0.0.1:{httpx2.URL(url).port}"
+    operator = fleet.folder / "operators" / "operator-0"
+    stranger = Authority.create(tmp_path / "other.key", tmp_path / "other.pem", "other")
+
+    def client(shown: tuple[Path, Path] | None) -> httpx2.Client:
+        trust = ssl.create_default_context(cafile=str(pki.ca))
+        trust.verify_flags &= ~ssl.VERIFY_X509_STRICT  # the user's own authority has no key identifiers
+        if shown is not None:
+            trust.load_cert_chain(*shown)
+        return httpx2.Client(base_url=here, verify=trust, headers={"origin": here}, timeout=PATIENCE_S)
+
+    with client((operator.with_suffix(".pem"), operator.with_suffix(".key"))) as opened:
+        assert opened.get("/session").json() == {"open": True}
+        assert opened.post("/actions/pause", json={}).status_code == 200
+        assert opened.post("/actions/resume", json={}, headers={"origin": "https://elsewhere"}).status_code == 403
+    assert audit_log.read(fleet.folder)[-1]["by"] == ".operator-0 at 127.0.0.1"
+    with client(None) as opened:
+        assert opened.get("/session").json() == {"open": False}
+        assert opened.get("/rounds/1").status_code == 401
+    device = credentials_for(fleet, "attic-01", tmp_path / "device")
+    token = {"authorization": f"Bearer {(fleet.folder / 'console.token').read_text().strip()}"}
+    with client((device.cert, device.key)) as opened:
+        for headers in ({}, token):
+            refused = opened.get("/rounds/1", headers=headers)
+            assert refused.status_code == 403
+            assert "the certificate of 'attic-01' is no operator's" in refused.json()["error"]
+    other = credentials_for(fleet, ".operator-0", tmp_path / "other", stranger)
+    with client((other.cert, other.key)) as opened, pytest.raises(httpx2.TransportError):
+        opened.get("/session")
 
 
 def test_a_taken_port_and_a_folder_without_a_fleet_say_so(programs: Programs, tmp_path: Path) -> None:

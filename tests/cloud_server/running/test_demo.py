@@ -10,10 +10,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -33,6 +35,7 @@ from tests.support.programs import (
     run_to_end,
     write_samples,
 )
+from tests.support.waiting import PATIENCE_S
 
 FEW = ("--devices", 3, "--new-devices", 1)
 COUNTERS = ("payload_bytes", "mqtt_bytes", "wire_bytes")
@@ -73,6 +76,41 @@ def test_a_demo_ends_with_a_table_a_valid_result_and_a_page(demo: Run) -> None:
     assert "d3 (new)" in demo.done.stdout
     assert "round 2/2  3 of 3 devices" in demo.done.stderr
     assert "\x1b" not in demo.done.stdout + demo.done.stderr
+
+
+BROWSER = """\
+#!{python}
+import sys, urllib.request
+from pathlib import Path
+with urllib.request.urlopen(sys.argv[1]) as page:
+    Path({seen!r}).write_text(page.read().decode())
+"""
+
+
+@pytest.mark.slow
+def test_a_demo_opens_its_console_in_the_browser_of_the_user(programs: Programs, tmp_path: Path) -> None:
+    """The browser is a script that keeps the page, and that ends before ``webbrowser.open`` returns."""
+    browser, seen, out = tmp_path / "browser", tmp_path / "seen.html", tmp_path / "run"
+    browser.write_text(BROWSER.format(python=sys.executable, seen=str(seen)))
+    browser.chmod(0o755)
+    data = write_samples(tmp_path / "data.npz")
+    run = programs.start(
+        *metafleet("demo", "--devices", 1, "--new-devices", 0, "--rounds", 2000, "--no-baseline", "--data", data,
+                   "--out", out, "--open"),
+        environ=clean_environ(BROWSER=f"{browser} %s"),
+    )
+    run.until(lambda: seen.exists() and seen.read_text().endswith("</html>\n"))
+    assert "<title>Metafleet console</title>" in seen.read_text()
+    url = next(line for line in run.text().splitlines() if line.startswith("console: ")).removeprefix("console: ")
+    run.until(lambda: closed_rounds(out / "fleet"))
+    with httpx2.stream("GET", f"{url}events", timeout=PATIENCE_S) as answer:
+        event = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    told = json.loads(event.removeprefix("data: "))
+    assert told["set"]["d/d0"]["board"]
+    run.process.terminate()
+    assert run.exit_code() == 130
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
 
 
 def test_the_report_of_a_demo_is_self_contained_and_made_again_by_report(demo: Run, tmp_path: Path) -> None:
