@@ -57,8 +57,11 @@ class Aggregator:
         if not self.held_up:
             self.coordinator.close()
 
-    def _begin(self) -> Coordinator:
+    def keep_room(self) -> None:
+        """Reserves room on the disk for revoking, unless there is no room now."""
         disk_errors.reserve(self._state.parent)
+
+    def _begin(self) -> Coordinator:
         storage.check_free_space(self._state, "round-*")
         with self._ledger.transaction():  # refused where nothing can be written
             if self._ledger.fact("stalled"):
@@ -70,6 +73,7 @@ class Aggregator:
     def _go_on(self) -> None:
         self.coordinator = self._begin()
         self.held_up = ""
+        self.keep_room()
         self._log("the disk takes writes again: going on with what is on it")
 
     def _hold_up(self, error: Exception) -> None:

@@ -155,6 +155,7 @@ def serve(
             aggregator = Aggregator(new_coordinator, ledger, fleet.folder / "state", log=say)
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
+                aggregator.keep_room()
                 _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say)
             finally:
                 aggregator.close()
