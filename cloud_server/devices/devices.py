@@ -223,7 +223,7 @@ def _enrol_without_token(fleet: Fleet, name: str, to: Path, url: str, as_json: b
 
     path = device_folder.write_device_folder(fleet, name, to, url)
     with Ledger(fleet.ledger_path, create=False) as ledger:
-        ledger.request(f"enroll/{name}", repr(time.time()))
+        ledger.request_enrolment(name)
     if as_json:
         return terminal.show({"device": name, "file": str(path), "broker": url})
     print(f"{path} written; put the device's samples beside it as samples.npz, or name a file or a folder in it "

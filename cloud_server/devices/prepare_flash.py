@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,7 +152,7 @@ def invited(made: Prepared) -> bytes:
     name = made.device.name
     with Ledger(made.fleet.ledger_path) as ledger:
         if made.plain:
-            ledger.request(f"enroll/{name}", repr(time.time()))
+            ledger.request_enrolment(name)
             return b""
         secret, invitation = _token(made)
         ledger.request(f"{token_enrolment.INVITE}{invitation.id}", json.dumps(schema.plain(invitation)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -216,6 +217,10 @@ class Ledger:
         """Adds a request to the aggregator (paused, revoke/NAME, …), or replaces the one with the same key."""
         with self.transaction():
             self._query("INSERT OR REPLACE INTO control VALUES (?, ?)", (key, value))
+
+    def request_enrolment(self, name: str) -> None:
+        """Adds the request to enrol a device."""
+        self.request(f"enroll/{name}", repr(time.time()))
 
     def requests(self) -> dict[str, str]:
         """The pending requests."""

@@ -6,6 +6,7 @@ subtract. ``leaves`` counts these on disk; the next round starts every dual from
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from sys import intern
@@ -24,6 +25,8 @@ from fleet_core.protocol.round_messages import NO_UPDATE, UpdateRef
 SILENT_S = 4.5
 WORKING = ("train", "upload")
 STRANGERS = 1000
+MOST_LOSSES, LOSS_ROUNDS = 3, 20
+"""How often a device may lose its training state in that many rounds: every device's dual starts from zero then."""
 
 
 @dataclass(slots=True)
@@ -257,8 +260,22 @@ class Members:
         the last closed round. begin: the first round of the present duals."""
         unlike = "" if after is None else self._unlike(name, after, closed, begin)
         if unlike:
-            self._count_leave()
+            losses = {*self._losses(name, closed), closed}
+            self._count_leave(**{f"losses/{name}": json.dumps(sorted(losses))})
             self._log(f"{name} {unlike}")
+
+    def refusal(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> str:
+        """Why an update is not taken whose device has lost its training state too often, or empty. Arguments as of
+        ``on_update``."""
+        losses = self._losses(name, closed)
+        unlike = "" if after is None or len(losses) < MOST_LOSSES else self._unlike(name, after, closed, begin)
+        return unlike and (f"the device {unlike}, {len(losses)} times before in {LOSS_ROUNDS} rounds; it is counted "
+                           f"again from round {losses[-MOST_LOSSES] + LOSS_ROUNDS + 1} on")
+
+    def _losses(self, name: str, closed: int) -> list[int]:
+        """The rounds, of the last ``LOSS_ROUNDS``, after which the device had lost its training state."""
+        return [number for number in json.loads(self._ledger.fact(f"losses/{name}") or "[]")
+                if closed - LOSS_ROUNDS < number <= closed]
 
     def _unlike(self, name: str, after: UpdateRef, closed: int, begin: int) -> str:
         if after != NO_UPDATE and after.id != self._ledger.counted(name, after.round):
@@ -268,9 +285,9 @@ class Members:
 
     # In memory and in the ledger --------------------------------------------------------------------------------------
 
-    def _count_leave(self) -> None:
+    def _count_leave(self, **facts: str) -> None:
         self.leaves += 1
-        self._ledger.set_facts(leaves=str(self.leaves))
+        self._ledger.set_facts(leaves=str(self.leaves), **facts)
 
     def _row(self, name: str) -> Device:
         return self._ledger.rows(Device, name=name)[0]

@@ -17,6 +17,7 @@ from cloud_server.records.spool import Spool
 from cloud_server.rounds.members import Members
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
+from fleet_core.algorithms.interface import ServerRule
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import FleetError, MessageError
 from fleet_core.model import payloads
@@ -180,6 +181,8 @@ class UpdateReceiver:
         claims = {"samples": (manifest.samples, MOST_SAMPLES), "loss": (loss, LARGEST_LOSS)}
         wrong += [f"{name} {value:g}, expected at most {most:g}" for name, (value, most) in claims.items()
                   if not abs(value) <= most]
+        if type(self._method.server).left is not ServerRule.left:  # a lost state starts every device's dual again
+            wrong += filter(None, [self._members.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)
 
     def _verify(self, manifest: UploadManifest, data: bytes) -> None:

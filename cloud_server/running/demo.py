@@ -86,12 +86,14 @@ def _train_and_evaluate(
         processes.say(f"{len(training)} agents and the aggregator are starting, each a process of its own")
         server = children.start("server", "cloud_server.commands.cli", "server", "start", str(fleet.folder), "--quiet")
         for home in training:
+            ledger.request_enrolment(home.name)
             children.start(home.name, "edge_agent.commands.cli", "run", "--home", str(home))
         with LiveView(options.rounds, after_round=after) as view:
             _watch(ledger, view, children, server, stopped, lambda: len(ledger.rounds("closed")) >= options.rounds)
             if joining:
                 view.say(f"{len(joining)} new devices join: {', '.join(home.name for home in joining)}")
             for home in joining:
+                ledger.request_enrolment(home.name)
                 children.start(home.name, "edge_agent.commands.cli", "run", "--home", str(home))
             names = {home.name for home in (*training, *joining)}
             until = time.monotonic() + EVALUATE_S

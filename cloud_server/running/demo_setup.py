@@ -98,7 +98,7 @@ def demo_fleet_toml(options: Options, say: Callable[[str], None] = lambda text: 
     return fleet_toml(
         everything, "demo", options.method, model_for(options.data, everything), rounds=options.rounds,
         seed=options.seed, spec=spec, min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
-        codec=options.codec,
+        codec=options.codec, enrolment="listed",
     )
 
 

@@ -32,7 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[scene.Scene]:
 
 def test_a_flashed_card_becomes_a_device_that_answers_as_this_machine_does(world: scene.Scene) -> None:
     world.found()
-    world.flash("raspberry-pi-3b-plus")
+    world.flash("raspberry-pi-zero-2-w")
     image.check(world.card)
     world.first_boot()
     assert "systemd.run" not in image.cmdline(world.card), "the first boot ended"

@@ -23,7 +23,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Evaluation, Round, Traffic, Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds import update_receiver
-from cloud_server.rounds.members import SILENT_S, Members
+from cloud_server.rounds.members import MOST_LOSSES, SILENT_S, Members
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from cloud_server.running import aggregator_process
 from edge_agent.compute.trainer import InlineTrainer, TrainerJobs
@@ -201,6 +201,22 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, co
     assert max(u.round for u in rows if u.device == "d1" and u.status == "counted") <= 6
     assert any(u.device == "d3" and u.status == "counted" for u in rows)
     assert w.logged("d2 lost its training state")
+
+
+def test_a_device_that_loses_its_state_again_and_again_restarts_the_duals_three_times_alone(fleet):
+    w = fleet(rounds=10, fleet="deadline_s = 20")
+    start(w, "d0", "d1", "d2")
+    for number in range(1, 11):
+        assert w.pump(lambda n=number: w.closed() >= n and settled(w), steps=4000)
+        w.kill_agent("d2")
+        w.lose_disk("d2")
+        w.start_agent("d2")
+    assert w.server.checkpoint.state.dual_epoch == MOST_LOSSES
+    its = w.server.ledger.rows(Update, device="d2")
+    assert [u.status for u in its] == ["counted"] * 7 + ["refused"] * 3
+    assert "lost its training state, 3 times before in 20 rounds" in its[-1].reason
+    assert {u.status for u in w.server.ledger.rows(Update, device="d0")} == {"counted"}
+    assert all(r.closed_at is not None and r.closed_at - r.opened_at < 20 for r in w.server.ledger.rounds()), "no wait"
 
 
 def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):

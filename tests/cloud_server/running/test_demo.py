@@ -19,6 +19,7 @@ import httpx2
 import numpy as np
 import pytest
 
+from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Evaluation
 from cloud_server.reports.result import validate
@@ -76,6 +77,7 @@ def test_a_demo_ends_with_a_table_a_valid_result_and_a_page(demo: Run) -> None:
     assert "d3 (new)" in demo.done.stdout
     assert "round 2/2  3 of 3 devices" in demo.done.stderr
     assert "\x1b" not in demo.done.stdout + demo.done.stderr
+    assert Fleet.load(demo.folder / "fleet").config.fleet.enrolment == "listed", "a stranger's message enrols nobody"
 
 
 BROWSER = """\

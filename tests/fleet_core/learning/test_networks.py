@@ -167,12 +167,15 @@ def test_a_broker_with_small_packets_takes_the_default_chunks(tmp_path: Path, na
 def test_a_queue_of_a_hundred_messages_overflows_and_nothing_is_lost(tmp_path: Path, protocol: int) -> None:
     folder = tiny_fleet(tmp_path / "run", rounds=1, devices=30, hidden=6500, chunk_bytes=16_384, codec="fp32")
     limits = "max_queued_messages 100\nmax_inflight_messages 10\n"
-    with mosquitto(tmp_path / "broker", limits) as broker:
-        with stepped(folder, broker.url, protocol=protocol) as running:
-            running.start()
-            running.until(lambda: opened(running, 1) and server_of(running).settled, what="round 1")
-            asleep_until(running, lambda: "messages are being dropped for client t-aggregator" in broker.log.read_text())
-            running.finish()
+    dropped = "messages are being dropped for client t-aggregator"
+    with (
+        mosquitto(tmp_path / "broker", limits) as broker,
+        stepped(folder, broker.url, protocol=protocol) as running,
+    ):
+        running.start()
+        running.until(lambda: opened(running, 1) and server_of(running).settled, what="round 1")
+        asleep_until(running, lambda: dropped in broker.log.read_text())
+        running.finish()
     check_end(folder)
 
 
