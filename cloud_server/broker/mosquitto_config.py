@@ -116,14 +116,14 @@ def access(fleet: str, denied: Iterable[str]) -> str:
     """The access list of the fleet's port. A revoked device is denied everything, because at a SIGHUP the access list
     also applies to connected clients, while crl.pem is checked at the next connect only."""
     top = f"{ROOT}/{fleet}"
-    writes = ("r/#", "b/#", "srv", "a/+/dn", "en/+/ans")
+    writes = ("r/#", "b/#", "srv", "alert/+", "a/+/dn", "en/+/ans")
     reads = ("r/#", "b/#", "a/+/st", "a/+/rep", "a/+/up/#", "en/+/req")
     own = ("up/#", "st", "rep", "an/#")
     lines = [f"user {AGGREGATOR}"]
     lines += [*(f"topic write {top}/{t}" for t in writes), *(f"topic read {top}/{t}" for t in reads)]
     for name in OPERATORS:
         lines += ["", f"user {name}", f"topic write {top}/a/+/q/+"]
-        lines += [f"topic read {top}/a/+/{t}" for t in ("an/+", "st")]
+        lines += [f"topic read {top}/{t}" for t in ("a/+/an/+", "a/+/st", "alert/+")]
     lines.append("")
     for name in sorted(denied):
         lines += [f"user {topics.check_name(name, 'device')}", "topic deny #", ""]

@@ -26,6 +26,7 @@ EXAMPLES = {
     "server install": "metafleet server install greenhouse --user",
     "server config": "metafleet server config greenhouse --host broker.example.org",
     "server status": "metafleet server status greenhouse --json",
+    "server alerts": "metafleet server alerts greenhouse",
     "server rounds": "metafleet server rounds greenhouse --explain",
     "server backup": "metafleet server backup greenhouse --to backups/monday",
     "server pause": "metafleet server pause greenhouse",

@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ import typer
 
 from cloud_server.devices.devices import FLEET, JSON, PLAIN, checked_url
 from fleet_core.base import processes, schema, terminal
+from fleet_core.base.errors import ConfigError, StateError
 
 server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
 
@@ -118,6 +120,42 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
         return terminal.show(facts if found is None else {**facts, "verdict": result.plain(found)})
     for line in (*fleet_status.lines(facts, fleet), *verdict.lines(found)):
         print(line)
+
+
+@server_app.command("alerts")
+def show_alerts(
+    fleet: FLEET,
+    test: Annotated[bool, typer.Option("--test", help="Send a test message to the command and the webhook.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Run, and send alerts while no aggregator does.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Show what of the fleet needs a person now; [alerts] in fleet.toml says who is told."""
+    from cloud_server.integrations import alert_senders, alerts
+    from cloud_server.records.fleet_folder import Fleet
+    from cloud_server.records.fleet_settings import AlertsSection
+    from cloud_server.records.ledger import Ledger
+
+    made = Fleet.load(fleet)
+    section = made.config.alerts or AlertsSection()
+    if (test or watch) and not (section.command or section.webhook):
+        raise ConfigError("nobody is told", where=f"{fleet / 'fleet.toml'}: alerts", expected="a command or a webhook")
+    if watch:
+        with processes.until_signal() as stopped:
+            return alert_senders.watch(made, section, stopped, processes.say)
+    if test:
+        message = alerts.Alerts(made, section).test(time.time())
+        failed = [why for channel in alert_senders.channels(section) if (why := channel(message))]
+        if failed:
+            raise StateError("; ".join(failed), where=f"{fleet / 'fleet.toml'}: alerts")
+        return processes.say("sent")
+    with Ledger(made.ledger_path, create=False) as ledger:
+        found = alerts.present(made, ledger, section, time.time())
+    if as_json:
+        return terminal.show([schema.plain(one) for one in found])
+    for one in found:
+        print(f"{one.kind}: {one.text}")
+    if not found:
+        processes.say("nothing needs a person")
 
 
 @server_app.command("rounds")

@@ -17,6 +17,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from cloud_server.records import tariff as tariffs
 from cloud_server.records.fleet_settings import FleetConfig
@@ -29,6 +30,7 @@ from fleet_core.base.moving import Moving
 from fleet_core.base.processes import typed
 from fleet_core.base.trees import Params
 from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.link.mqtt import is_loopback
 from fleet_core.model import graph_bundle, payloads, select_arrays
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.graph_bundle import Graph
@@ -54,6 +56,7 @@ class Fleet:
             raise ConfigError("there is no fleet here", where=str(folder), hint=f"metafleet init {typed(folder)}")
         settings = config.load(FleetConfig, path)
         _check_budget(settings, path)
+        _check_alerts(settings, path)
         return Fleet(folder, settings, *method_of(settings, path))
 
     @property
@@ -227,6 +230,17 @@ def check_folder(folder: Path) -> None:
         raise ConfigError("is a file", where=str(folder), expected="the folder of a fleet")
     if (folder / "device.toml").exists():
         raise ConfigError("is a device's folder", where=str(folder), expected="the folder of a fleet")
+
+
+def _check_alerts(settings: FleetConfig, path: Path) -> None:
+    """Raises ConfigError for a webhook that is no URL, or that would be plain HTTP beyond this machine."""
+    url = "" if settings.alerts is None else settings.alerts.webhook
+    if not url:
+        return
+    parts = urlsplit(url)
+    if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname))):
+        raise ConfigError("is no address for alerts", where=f"{path}: alerts.webhook",
+                          expected="https://…, or http:// on this machine")
 
 
 def _check_budget(settings: FleetConfig, path: Path) -> None:

@@ -105,8 +105,29 @@ class BudgetSection(Amounts):
 
 
 @dataclass(frozen=True)
+class AlertsSection:
+    """Who is told what needs a person, and from when on it does (``integrations.alerts``).
+
+    command: a program and its arguments. webhook: URL. mqtt: whether it is published to the fleet's broker, under
+    ``alert/``. lost_after_s: for how long a device that took part is off. disk_mib: of room left. certificate_days:
+    before its end. accuracy_drop: below the best round before. pause_s: between two messages of a kind. repeat_s: until
+    an alert is told again."""
+
+    command: tuple[str, ...] = field(default=(), metadata={"max_length": 4096})
+    webhook: str | None = field(default=None, metadata={"max_length": 2000})
+    mqtt: bool = False
+    lost_after_s: float = field(default=900.0, metadata={"min": 0, "max": 1e8})
+    disk_mib: float = field(default=500.0, metadata={"min": 0, "max": 1e9})
+    certificate_days: float = field(default=7.0, metadata={"min": 0, "max": 36_500})
+    accuracy_drop: float = field(default=0.05, metadata={"above": 0, "max": 1})
+    pause_s: float = field(default=300.0, metadata={"min": 0, "max": 1e8})
+    repeat_s: float = field(default=86_400.0, metadata={"min": 60, "max": 1e8})
+
+
+@dataclass(frozen=True)
 class FleetConfig:
-    """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no limits."""
+    """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no limits. alerts:
+    None for nobody who is told."""
 
     fleet: FleetSection
     model: ModelSection
@@ -114,6 +135,7 @@ class FleetConfig:
     train: TrainSection = field(default_factory=TrainSection)
     hyper: Mapping[str, Any] = field(default_factory=dict)
     budget: BudgetSection | None = None
+    alerts: AlertsSection | None = None
 
 
 NOTES = {

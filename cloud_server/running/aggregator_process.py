@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import sys
 import time
@@ -29,6 +30,7 @@ from fleet_core.board import allocator
 from fleet_core.link.await_broker import await_broker
 from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink, check_plain, is_loopback, parse_url
+from fleet_core.protocol import topics
 
 TICK_S = 0.2
 MAX_QUEUED = 20_000  # messages to devices that all need one at the same time
@@ -156,7 +158,8 @@ def serve(
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
                 aggregator.keep_room()
-                _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say)
+                with _alerting(fleet, ledger, aggregator, say) as look:
+                    _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say, look)
             finally:
                 aggregator.close()
 
@@ -186,15 +189,47 @@ def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool],
         raise LinkError(error.what + said, where=error.where, expected=error.expected, hint=error.hint) from error
 
 
+@contextlib.contextmanager
+def _alerting(fleet: Fleet, ledger: Ledger, aggregator: Aggregator, log: Log) -> Iterator[Callable[[], None]]:
+    """Yields what looks for alerts and tells them, when it is time."""
+    section = fleet.config.alerts
+    if section is None:
+        yield lambda: None
+        return
+    from cloud_server.integrations import alert_senders, alerts  # urllib.request is memory that most do not need
+
+    found, send, looked_at = alerts.Alerts(fleet, section), alert_senders.Sender(section, log), -math.inf
+
+    def look() -> None:
+        nonlocal looked_at
+        if time.monotonic() - looked_at < alerts.LOOK_S:
+            return
+        looked_at = time.monotonic()
+        with contextlib.suppress(StateError, OSError, LinkError):  # at the next look
+            for message in found.look(ledger, time.time()):
+                log(f"alert: {message['text']}")
+                send(message)
+                if section.mqtt:
+                    payload = json.dumps(message).encode() if message["state"] == "alert" else b""
+                    topic = topics.alert(fleet.config.fleet.name, message["kind"])
+                    aggregator.coordinator.link.publish(topic, payload, retain=True)
+
+    try:
+        yield look
+    finally:
+        send.close()
+
+
 def _step_until_stopped(
     aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], on_step: Callable[[Log], None],
-    until_done: bool, log: Log,
+    until_done: bool, log: Log, look: Callable[[], None],
 ) -> None:
     drawn_at, announced, was_busy = 0.0, False, True
     while not stopped():
         busy = aggregator.step(TICK_S)
         if not stopped():  # a signal that stops this process may have stopped the broker too
             on_step(log)
+            look()
         if was_busy and not busy:
             allocator.trim()
         was_busy = busy

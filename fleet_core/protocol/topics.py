@@ -7,6 +7,7 @@
     fl1/{fleet}/a/{device}/rep               a report: metrics and costs outside an upload
     fl1/{fleet}/a/{device}/dn                aggregator to device: need, done, reject, counted
     fl1/{fleet}/a/{device}/q/{id}, an/{id}   a request for predictions, and its answer
+    fl1/{fleet}/alert/{kind}                 what needs a person, retained while it lasts
     fl1/{fleet}/srv                          the aggregator's presence, retained, with last will
     fl1/{fleet}/en/{token}/req, ans          enrolment: a signing request, and the certificate
 """
@@ -53,6 +54,10 @@ def blobs(fleet: str) -> str:
 
 def server(fleet: str) -> str:
     return f"{ROOT}/{fleet}/srv"
+
+
+def alert(fleet: str, kind: str) -> str:
+    return f"{ROOT}/{fleet}/alert/{kind}"
 
 
 def presence(fleet: str, device: str) -> str:

@@ -1,0 +1,197 @@
+"""``[alerts]``: what of a fleet needs a person, and when that is told.
+
+An alert is told when it begins, again for devices that it was not about before, every ``repeat_s`` while it lasts, and
+when it is over. ``pause_s`` lie between two messages of a kind. What has been told is in ``alerts.json`` in the fleet's
+folder, so that a restart repeats nothing. The aggregator looks while it runs; ``metafleet alerts --watch`` looks when
+none does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+
+from cloud_server.figures.html_elements import count_text
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.fleet_settings import AlertsSection
+from cloud_server.records.ledger import Ledger
+from cloud_server.records.ledger_tables import Certificate, Device, Evaluation, Update
+from fleet_core.base import schema, storage
+from fleet_core.base.errors import shortened
+
+FILE = "alerts.json"
+LOOK_S = 10.0
+ROUNDS_BACK, EVALUATED_BACK = 20, 500
+SAME_DEVICES = 0.8
+MOST_NAMES = 20
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Alert:
+    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy. devices: those that it is about."""
+
+    kind: str
+    text: str
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was told of a kind. since, at: Unix seconds of the first and of the last message. over: the last message was
+    that it is over."""
+
+    kind: str
+    since: float
+    at: float
+    text: str
+    devices: tuple[str, ...] = ()
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """alerts.json."""
+
+    told: tuple[Told, ...] = ()
+
+
+class Alerts:
+    """Decides what is told of one fleet."""
+
+    def __init__(self, fleet: Fleet, section: AlertsSection):
+        self._fleet, self._section = fleet, section
+        self._path = fleet.folder / FILE
+
+    def look(self, ledger: Ledger, now: float) -> list[dict[str, Any]]:
+        """The messages that are due at ``now``, Unix seconds. Raises StateError."""
+        told, messages = self._told(), list[dict[str, Any]]()
+        before = dict(told)
+        found = {alert.kind: alert for alert in present(self._fleet, ledger, self._section, now)}
+        for kind in sorted(found.keys() | told.keys()):
+            next_one = self._next(found.get(kind), told.pop(kind, None), now)
+            if next_one is not None:
+                told[kind] = next_one
+                if next_one != before.get(kind):
+                    messages.append(self._message(next_one, now))
+        if told != before:
+            storage.write_json(self._path, schema.plain(Kept(tuple(told.values()))))
+        return messages
+
+    def _next(self, alert: Alert | None, before: Told | None, now: float) -> Told | None:
+        """What is told of a kind at ``now``: ``before`` itself if nothing new is; None to forget it."""
+        if before is not None and now - before.at < self._section.pause_s:
+            return before
+        if alert is None:
+            return None if before is None or before.over else replace(before, at=now, over=True)
+        if before is None or before.over:
+            return Told(alert.kind, now, now, alert.text, alert.devices)
+        new = bool(set(alert.devices) - set(before.devices))
+        if new or now - before.at >= self._section.repeat_s:
+            return replace(before, at=now, text=alert.text, devices=alert.devices)
+        return before
+
+    def test(self, now: float) -> dict[str, Any]:
+        """A message that says that it is none."""
+        return self._message(Told("test", now, now, "a test, nothing is wrong"), now)
+
+    def _message(self, told: Told, now: float) -> dict[str, Any]:
+        name = self._fleet.config.fleet.name
+        return {
+            "fleet": name, "kind": told.kind, "state": "over" if told.over else "alert", "since": told.since, "at": now,
+            "text": f"{name}: {'over: ' if told.over else ''}{told.text}", "devices": list(told.devices[:MOST_NAMES]),
+        }
+
+    def _told(self) -> dict[str, Told]:
+        """What was told so far; nothing if the file is missing or damaged."""
+        try:
+            kept, _ = schema.read(Kept, json.loads(self._path.read_bytes()), unknown="ignore")
+        except (OSError, ValueError, RecursionError):
+            kept = None
+        return {} if kept is None else {one.kind: one for one in kept.told}
+
+
+def present(fleet: Fleet, ledger: Ledger, section: AlertsSection, now: float) -> list[Alert]:
+    """What needs a person at ``now``, Unix seconds."""
+    enrolled = {device.name: device for device in ledger.each(Device) if device.status == "enrolled"}
+    found = [*_disk(fleet.folder, section), *_certificates(fleet, ledger, enrolled, section, now)]
+    if not fleet.running():
+        return [Alert("aggregator", "no aggregator runs: metafleet server start"), *found]
+    if stalled := ledger.fact("stalled"):
+        found.append(Alert("stalled", f"the fleet is stalled: {stalled}"))
+    return [*found, *_lost(enrolled, section, now), *_refused(ledger, enrolled), *_accuracy(ledger, section)]
+
+
+def _disk(folder: Path, section: AlertsSection) -> Iterator[Alert]:
+    free = shutil.disk_usage(folder).free / 2**20
+    if free < section.disk_mib:
+        yield Alert("disk", f"the disk of {folder} has {free:.0f} MiB left, and [alerts] wants {section.disk_mib:g}")
+
+
+def _certificates(
+    fleet: Fleet, ledger: Ledger, enrolled: dict[str, Device], section: AlertsSection, now: float
+) -> Iterator[Alert]:
+    """Devices renew their certificates by themselves: one that is near its end shows that a device cannot."""
+    last: dict[str, float] = {}
+    for row in ledger.each(Certificate):
+        if row.device in enrolled and row.revoked_at is None:
+            last[row.device] = max(row.expires_at, last.get(row.device, 0.0))
+    soon = now + section.certificate_days * DAY_S
+    devices = tuple(sorted(name for name, ends in last.items() if ends < soon))
+    files = [path.name for path in sorted(fleet.folder.glob("*.pem")) if _ends(path) < soon]
+    if devices or files:
+        names = ", ".join(shortened([*files, *devices]))
+        yield Alert("certificate", f"certificates end within {section.certificate_days:g} days: {names}", devices)
+
+
+def _ends(path: Path) -> float:
+    """When the certificate in a file ends, Unix seconds; never for a file without one."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _lost(enrolled: dict[str, Device], section: AlertsSection, now: float) -> Iterator[Alert]:
+    lost = tuple(sorted(
+        name for name, device in enrolled.items()
+        if device.took_part and device.state == "off" and now - (device.last_seen or 0.0) > section.lost_after_s
+    ))
+    if lost:
+        yield Alert("lost", f"{count_text(len(lost), 'device')} off for more than {section.lost_after_s:g} s: "
+                            f"{', '.join(shortened(lost))}", lost)
+
+
+def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
+    """Devices whose last update was refused."""
+    newest = ledger.newest(Update) or 0
+    last = {row.device: row for row in ledger.each(Update, range(newest - ROUNDS_BACK, newest + 1))}
+    refused = {name: row.reason for name, row in sorted(last.items()) if name in enrolled and row.status == "refused"}
+    if refused:
+        reasons = shortened([f"{name} ({reason})" for name, reason in refused.items()])
+        yield Alert("refused", f"the last update was refused of {', '.join(reasons)}", tuple(refused))
+
+
+def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:
+    """The last evaluated round against each of those before it, over the devices that were evaluated in both,
+    where these are most."""
+    newest, rounds = ledger.newest(Evaluation) or 0, dict[int, dict[str, float]]()
+    for number, device, stage, new, accuracy in ledger.accuracies(range(newest - EVALUATED_BACK, newest + 1)):
+        if not new and (stage == "after" or device not in rounds.get(number, {})):
+            rounds.setdefault(number, {})[device] = accuracy
+    if len(rounds) < 2:
+        return
+    last = rounds.pop(max(rounds))
+    worst = (0.0, 0)
+    for number, earlier in rounds.items():
+        both = earlier.keys() & last.keys()
+        if len(both) >= SAME_DEVICES * len(last):
+            worst = max(worst, (sum(earlier[name] - last[name] for name in both) / len(both), number))
+    if worst[0] > section.accuracy_drop:
+        yield Alert("accuracy", f"the devices' accuracy is {100 * worst[0]:.1f} points below that of round {worst[1]}")
