@@ -20,7 +20,7 @@ ROOMS: dict[str, Rows] = {
         [("laboratory.compare", "tables, curves, advice"), ("console", "the fleet in a browser")],
         [("laboratory.run", "simulated experiments"), ("devices", "enrol, revoke, flash, ask")],
         [("running", "aggregator process, demo, backup")],
-        [("rounds", "the round: open, receive, close"), ("integrations", "Prometheus")],
+        [("rounds", "the round: open, receive, close"), ("integrations", "Prometheus, MLflow and others")],
         [("identity", "certificates and tokens"), ("broadcast", "manifest and models down")],
         [("broker", "mosquitto, publishing"), ("reports", "result.json, report, verdict")],
         [("figures", "scores, units, charts")],

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.commands import bundle, console, costs, examples, lab, plan
+from cloud_server.commands import bundle, costs, examples, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
@@ -297,31 +296,6 @@ def watch(fleet: FLEET) -> None:
 
 
 @app.command()
-def metrics(
-    fleet: FLEET,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 9464,
-    host: Annotated[str, typer.Option(help="Address to listen on; everyone who reaches it can read the figures.")]
-    = "127.0.0.1",
-    dashboard: Annotated[bool, typer.Option("--dashboard", help="Print a dashboard for Grafana instead.")] = False,
-) -> None:
-    """Answer Prometheus with the fleet's figures, until stopped; the aggregator may run or not."""
-    try:
-        from cloud_server.integrations import prometheus
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[monitor]"') from error
-    from cloud_server.records.fleet_folder import Fleet
-
-    if dashboard:
-        return print(prometheus.dashboard(), end="")
-    taken, end = prometheus.serve(Fleet.load(fleet), host, port)
-    print(f"http://{host}:{taken}/metrics", flush=True)
-    with processes.until_signal() as stopped:
-        while not stopped():
-            time.sleep(0.2)
-    end()
-
-
-@app.command()
 def doctor(
     fleet: Annotated[Path | None, typer.Argument(help="A fleet's folder, whose broker and disk are looked at.")] = None,
     as_json: JSON = False,
@@ -339,8 +313,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-for command in (bundle.export, console.console, costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare,
-                lab.advise):
+for command in (bundle.export, monitoring.console, monitoring.metrics, monitoring.home_assistant, costs.costs,
+                plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):
     app.command()(command)
 
 examples.add_to(app)

@@ -14,6 +14,7 @@ EXAMPLES = {
     "watch": "metafleet watch greenhouse",
     "console": "metafleet console greenhouse --open",
     "metrics": "metafleet metrics greenhouse --port 9464",
+    "home-assistant": "metafleet home-assistant greenhouse --broker mqtt://homeassistant.local:1883 --plain",
     "doctor": "metafleet doctor greenhouse",
     "export": "metafleet export greenhouse --to greenhouse.bundle",
     "costs": "metafleet costs greenhouse --per-month 24",

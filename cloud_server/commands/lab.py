@@ -29,6 +29,11 @@ GOES_ON = "stopped; nothing is lost: the same command goes on"
 
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
+TENSORBOARD = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each round's figures there, for "
+                                                 "TensorBoard.")]
+MLFLOW = Annotated[str | None, typer.Option(metavar="URI", help="Also send each round's figures to this MLflow "
+                                            "tracking server.")]
+
 WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, help="Readings per window, for a .csv or "
                                             ".ndjson whose rows are single readings.")]
 STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from the start of one "
@@ -45,13 +50,17 @@ def simulate(
     jobs: Annotated[int, typer.Option(min=0, help="Total number of processes; 0: one for each core.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and list the runs.")] = False,
+    tensorboard: TENSORBOARD = None,
+    mlflow: MLFLOW = None,
     as_json: JSON = False,
 ) -> None:
     """Run an experiment without a broker: methods, grids and seeds in parallel."""
+    from cloud_server.integrations import tracking
     from cloud_server.laboratory.compare import comparison as comparing
     from cloud_server.laboratory.compare import finished_runs, tables
     from cloud_server.laboratory.run import experiment as experiments
     from cloud_server.laboratory.run.run_folder import Store
+    from cloud_server.running.child_processes import tracking_beside
 
     _check_choice("--engine", engine, ENGINES)
     _check_choice("--device", device, DEVICES)
@@ -59,7 +68,9 @@ def simulate(
     runs = experiments.runs(loaded)
     if dry_run:
         return _plan(loaded, runs, out, (engine, jobs, device), as_json)
-    folders, failed = _simulate(loaded, runs, out, (engine, jobs, device))
+    trackers = tracking.Options(tensorboard, mlflow)
+    with tracking_beside(trackers, out, processes.say, runs=[out / run.name for run in runs]):
+        folders, failed = _simulate(loaded, runs, out, (engine, jobs, device))
     ended = [folder for folder in folders if Store(folder).done]
     if ended:
         found, _ = finished_runs.gather(ended)

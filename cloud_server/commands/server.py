@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cloud_server.commands.lab import MLFLOW, TENSORBOARD
 from cloud_server.devices.devices import FLEET, JSON, PLAIN, checked_url
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError, StateError
@@ -41,15 +42,20 @@ def start(
     console: Annotated[bool, typer.Option("--console", help="Also serve the fleet on a page, on this machine; see "
                                                             "'metafleet console'.")] = False,
     console_port: Annotated[int, typer.Option(min=0, max=65535, help="Of that page.")] = 8765,
+    tensorboard: TENSORBOARD = None,
+    mlflow: MLFLOW = None,
 ) -> None:
     """Run the aggregator; a stopped run is continued."""
+    from cloud_server.integrations import tracking
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.model import graph_bundle
 
     made = Fleet.load(fleet)
     made.selected(graph_bundle.unpack(made.graph_bytes()).layout)  # both raise before the process is replaced
+    tracking.check(tracking.Options(tensorboard, mlflow))
     options = {"broker": broker, "host": host, "port": port, "plain": plain, "connect_s": connect_s,
-               "until_done": until_done, "quiet": quiet, "console": console_port if console else None}
+               "until_done": until_done, "quiet": quiet, "console": console_port if console else None,
+               "tensorboard": tensorboard, "mlflow": mlflow}
     processes.exec_module("cloud_server.running.aggregator_process", str(fleet), json.dumps(options))
 
 

@@ -1,4 +1,6 @@
 """A fleet in other people's tools.
 
-``prometheus`` is an endpoint with the ledger's figures, ``grafana.json`` a dashboard of them.
+``prometheus`` is an endpoint with the ledger's figures, ``grafana.json`` a dashboard of them, ``tracking`` writes
+rounds for TensorBoard and MLflow, ``home_assistant`` shows devices there. ``alerts`` finds what needs a person, and
+``alert_senders`` tells it.
 """

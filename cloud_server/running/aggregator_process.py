@@ -16,13 +16,14 @@ from pathlib import Path
 from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, BrokerSupervisor, start_broker, start_secured
 from cloud_server.identity import fleet_certificates
+from cloud_server.integrations import tracking
 from cloud_server.records import disk_errors
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
 from cloud_server.reports.terminal_view import LiveView, snapshot
 from cloud_server.rounds.coordinator import Coordinator, will
 from cloud_server.running.aggregator import Aggregator
-from cloud_server.running.child_processes import console_beside
+from cloud_server.running.child_processes import console_beside, tracking_beside
 from fleet_core.base import processes, storage
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.base.processes import typed
@@ -249,15 +250,18 @@ def _step_until_stopped(
 
 def start(
     folder: Path, *, broker: str | None, host: str, port: int | None, plain: bool, connect_s: float, until_done: bool,
-    quiet: bool, console: int | None = None,
+    quiet: bool, console: int | None = None, tensorboard: str | None = None, mlflow: str | None = None,
 ) -> None:
     """``metafleet server start``: runs the aggregator, and a private broker if none is named, until a signal.
-    console: port of a page with the fleet, served by a process of its own; None for no page."""
+    console: port of a page with the fleet, served by a process of its own; None for no page. tensorboard, mlflow: as
+    ``tracking.Options``, also in a process of its own."""
     allocator.keep_freed()
     made = Fleet.load(folder)
     named = broker or made.config.link.broker
     run = partial(serve, made, log=processes.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
+    trackers = tracking.Options(tensorboard, mlflow)
     with contextlib.ExitStack() as beside, processes.until_signal() as stopped:
+        beside.enter_context(tracking_beside(trackers, folder, processes.say, fleet=folder))
         if console is not None:
             beside.enter_context(console_beside(folder, processes.say, "--port", str(console)))
         if named is not None and named != EMBEDDED:

@@ -1,8 +1,9 @@
-"""Child processes with log files, which are restarted and ended together, and the console beside them."""
+"""Child processes with log files, which are restarted and ended together, and those beside them: console, tracking."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from cloud_server.integrations import tracking
 from fleet_core.base import processes
 
 STOP_S = 10.0
+LAST_LOOK_S = 60.0  # in which the last rounds are written
 MAX_EXITS = 3  # a process that has ended so often is not started again
 
 
@@ -69,9 +72,37 @@ class ChildProcesses:
 @contextlib.contextmanager
 def console_beside(fleet: Path, say: Callable[[str], None], *options: str) -> Iterator[None]:
     """``metafleet console`` on the fleet's folder as long as this context, with its messages in ``console.log`` there.
-    Its address, or why there is none, is said; without it everything else goes on."""
+    Its address is said."""
     command = processes.command("cloud_server.commands.cli", "console", str(fleet), *options)
-    path = fleet / "console.log"
+    with _beside("console", command, fleet / "console.log", say):
+        yield
+
+
+@contextlib.contextmanager
+def tracking_beside(
+    options: tracking.Options, folder: Path, say: Callable[[str], None], *, fleet: Path | None = None,
+    runs: Sequence[Path] = (),
+) -> Iterator[None]:
+    """Writes the rounds of a fleet or of runs to the trackers as long as this context; messages in ``tracking.log`` in
+    ``folder``. Raises ConfigError for a tracker that is not installed."""
+    if not options.wanted:
+        yield
+        return
+    tracking.check(options)
+    asked = {"fleet": None if fleet is None else str(fleet), "runs": [str(one) for one in runs],
+             "tensorboard": options.tensorboard, "mlflow": options.mlflow}
+    folder.mkdir(parents=True, exist_ok=True)
+    command = processes.command("cloud_server.integrations.tracking", json.dumps(asked))
+    with _beside("tracking", command, folder / "tracking.log", say, stop_s=LAST_LOOK_S):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(
+    name: str, command: Sequence[str], path: Path, say: Callable[[str], None], stop_s: float = STOP_S
+) -> Iterator[None]:
+    """A process as long as this context, with its messages in ``path``. Its first line on stdout is said, or why there
+    is none; without it everything else goes on."""
     with open(path, "wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
@@ -79,21 +110,21 @@ def console_beside(fleet: Path, say: Callable[[str], None], *options: str) -> It
         )
     assert process.stdout is not None
     try:
-        url = process.stdout.readline().decode(errors="replace").strip()
+        said = process.stdout.readline().decode(errors="replace").strip()
         why = "; ".join(path.read_text(errors="replace").split("\n")).strip("; ")
-        say(f"console: {url}" if url else f"no console: {why}")
+        say(f"{name}: {said}" if said else f"no {name}: {why}")
         yield
     finally:
-        _end([process])
+        _end([process], stop_s)
         process.stdout.close()
 
 
-def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminates all, and kills those that have not ended after ``STOP_S``."""
+def _end(running: Sequence[subprocess.Popen[bytes]], stop_s: float = STOP_S) -> None:
+    """Terminates all, and kills those that have not ended after ``stop_s``."""
     for process in running:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-    until = time.monotonic() + STOP_S
+    until = time.monotonic() + stop_s
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.1, until - time.monotonic()))

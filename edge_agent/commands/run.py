@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edge_agent.commands import online_note
 from edge_agent.commands.watchdog import Watchdog
@@ -17,6 +18,7 @@ from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.process_usage import own_usage
 from edge_agent.device.state import DeviceState
 from edge_agent.device.this_board import board_of, limits_of, profile_of, radio_of, remarks, sensor_of, watts_of
+from edge_agent.device.version import running
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
@@ -31,6 +33,9 @@ from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.power.choose_meter import choose_meter
 from fleet_core.power.meter import Meter
+
+if TYPE_CHECKING:
+    from edge_agent.http.metrics import Figures
 
 TICK_S = 0.5
 PLAIN = "--plain"
@@ -56,7 +61,7 @@ def run(
         board=board_of(home, settings), renewal=_renewal(home, settings, link, boot, log), boot=boot, log=log,
     )
     _restore(service, log)
-    with accounts.metering(), _http_server(settings, service, log):
+    with accounts.metering(), _http_server(settings, service, log), _metrics(settings, agent, log):
         link.open()
         try:
             await_broker(link, lambda: agent.step(TICK_S), device.broker, stopped, connect_s)
@@ -107,6 +112,42 @@ def _http_server(settings: Settings, service: Service, log: Callable[[str], None
         yield
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def _metrics(settings: Settings, agent: Agent, log: Callable[[str], None]) -> Iterator[None]:
+    """Answers Prometheus meanwhile if ``[metrics] port`` is set. Raises LinkError."""
+    if not settings.metrics.port:
+        yield
+        return
+    from edge_agent.http import metrics
+
+    server = metrics.start(settings.metrics, lambda: figures_of(agent), log)
+    try:
+        yield
+    finally:
+        server.stop()
+
+
+def figures_of(agent: Agent) -> Figures:
+    """What the agent tells of itself; may be called in any thread."""
+    from edge_agent.http.metrics import Figures
+
+    manifest, service, answering = agent.manifest, agent.service, agent.service.answering
+    return Figures(
+        fleet=agent.fleet, device=agent.name, version=running(), connected=agent.link.connected, phase=agent.phase,
+        traffic=agent.accounts.traffic(agent.link.counters.snapshot()), usage=agent.accounts.usage(),
+        energy=agent.accounts.energy(), flops=agent.accounts.flops, round=None if manifest is None else manifest.round,
+        served_round=None if answering is None else answering.round,
+        accuracy={one.stage: share for one in agent.evaluations if (share := _accuracy(one.confusion)) is not None},
+        answered=service.answered, last_answer_s=service.last_answer_s,
+    )
+
+
+def _accuracy(confusion: Sequence[Sequence[int]]) -> float | None:
+    """Share of right answers; None without samples."""
+    total = sum(map(sum, confusion))
+    return sum(row[n] for n, row in enumerate(confusion)) / total if total else None
 
 
 def _restore(service: Service, log: Callable[[str], None]) -> None:

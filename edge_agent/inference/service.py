@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,11 @@ class Service:
         self._last_checked: Answering | None = None  # accepted or not
         self._evaluator = Evaluator()
         self._changing = threading.RLock()
+        self.answered = 0
+        """Samples since the start."""
+        self.last_answer_s: float | None = None
+        """Unix time."""
+        self._counting = threading.Lock()
         self._stamp: tuple[Any, ...] = ()
 
     @property
@@ -317,7 +323,10 @@ class Service:
     def answers(self, x: Array) -> Answer:
         """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Raises StateError
         if no model can answer, DataError."""
-        return self._answering().answer(x)
+        answer = self._answering().answer(x)
+        with self._counting:
+            self.answered, self.last_answer_s = self.answered + len(answer.labels), time.time()
+        return answer
 
     def predict(self, x: Array) -> Array:
         """Class probabilities float32 [n, N] of raw samples. Raises StateError if no model can answer, DataError."""

@@ -35,7 +35,7 @@ from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.model import graph_bundle
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.device_messages import Answer, Down, Presence, Question, ServerPresence
+from fleet_core.protocol.device_messages import Answer, Down, Evaluation, Presence, Question, ServerPresence
 from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 
@@ -409,6 +409,11 @@ class Agent:
     def phase(self) -> str:
         """idle, train, upload, refused or failed."""
         return self._reporter.phase
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The last ones on the device's test samples."""
+        return self._serving.evaluations
 
     def _announce(self, *, again: bool = False) -> None:
         graph = self.service.graph

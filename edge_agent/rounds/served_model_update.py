@@ -142,6 +142,11 @@ class ServedModelUpdate:
             evaluated_round=self._service.round, evaluations=self._evaluations, alone=self._alone, failed=failed
         )
 
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The last ones, of the round in which the service was evaluated."""
+        return self._evaluations
+
     def tell_again(self) -> bool:
         """Repeats the last evaluations; False when there are none."""
         if self._evaluations:

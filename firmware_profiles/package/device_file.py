@@ -106,6 +106,7 @@ class DeviceFile:
     train: Mapping[str, Any] = field(default_factory=dict)
     personalize: Mapping[str, Any] = field(default_factory=dict)
     serve: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     power: Mapping[str, Any] = field(default_factory=dict)
     radio: Mapping[str, Any] = field(default_factory=dict)
 
@@ -118,7 +119,7 @@ class DeviceFile:
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
         """The tables to copy to the device's device.toml, without empty ones."""
-        named = ("data", "train", "personalize", "serve", "power", "radio")
+        named = ("data", "train", "personalize", "serve", "metrics", "power", "radio")
         return {name: dict(getattr(self, name)) for name in named if getattr(self, name)}
 
     def masked(self) -> DeviceFile:

@@ -128,6 +128,15 @@ class Serve:
 
 
 @dataclass(frozen=True)
+class Metrics:
+    """host, port: where ``edge-agent run`` answers Prometheus; port 0: not at all. names: as ``Serve.names``."""
+
+    host: str = field(default="127.0.0.1", metadata={"max_length": 255})
+    port: int = field(default=0, metadata={"min": 0, "max": 65535})
+    names: tuple[str, ...] = field(default=(), metadata={"max_length": 32})
+
+
+@dataclass(frozen=True)
 class Settings:
     """The contents of ``device.toml``."""
 
@@ -139,6 +148,7 @@ class Settings:
     radio: Radio = field(default_factory=Radio)
     personalize: Personalize = field(default_factory=Personalize)
     serve: Serve = field(default_factory=Serve)
+    metrics: Metrics = field(default_factory=Metrics)
     tls: Tls = field(default_factory=Tls)
 
     def listening(self, host: str, port: int) -> Settings:

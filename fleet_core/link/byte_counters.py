@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Traffic:
 
 class ByteCounters:
     """Counts bytes of one link over all its connections. Whoever sends or receives adds to ``mqtt_sent`` and
-    ``mqtt_received``."""
+    ``mqtt_received``. ``snapshot`` may be called in any thread."""
 
     def __init__(self, *, wire: bool = True, clock: Callable[[], float] = time.monotonic):
         self.mqtt_sent = 0
@@ -56,23 +57,27 @@ class ByteCounters:
         self._wire: Wire | None = (0, 0, 0) if wire and sys.platform == "linux" else None
         self._clock, self._opened_at = clock, 0.0
         self._connected_s: float | None = None
+        self._lock = threading.Lock()
 
     def opened(self, sock: socket.socket) -> None:
         """Starts counting a connection on ``sock``."""
-        self._socket, self._opened_at = sock, self._clock()
+        with self._lock:
+            self._socket, self._opened_at = sock, self._clock()
 
     def closed(self, sock: socket.socket) -> None:
         """Ends counting the connection that ``opened`` began. Call it before ``sock`` is closed."""
-        if self._socket is not None:
-            self._wire = _sum(self._wire, wire_bytes(sock))
-            self._connected_s = self._connected()
-            self._socket = None
+        with self._lock:
+            if self._socket is not None:
+                self._wire = _sum(self._wire, wire_bytes(sock))
+                self._connected_s = self._connected()
+                self._socket = None
 
     def snapshot(self) -> Traffic:
         """The current counts, including the open connection."""
-        wire = self._wire if self._socket is None else _sum(self._wire, wire_bytes(self._socket))
-        sent, received, again = wire or (None, None, None)
-        return Traffic(self.mqtt_sent, self.mqtt_received, sent, received, again, self._connected())
+        with self._lock:
+            wire = self._wire if self._socket is None else _sum(self._wire, wire_bytes(self._socket))
+            sent, received, again = wire or (None, None, None)
+            return Traffic(self.mqtt_sent, self.mqtt_received, sent, received, again, self._connected())
 
     def _connected(self) -> float | None:
         if self._socket is None:

@@ -38,6 +38,8 @@ HOMES = {
     "uvicorn": ("cloud_server/console/",),
     "yaml": ("firmware_profiles/image/first_boot.py",),
     "prometheus_client": ("cloud_server/integrations/prometheus.py",),
+    "tensorboard": ("cloud_server/integrations/tracking.py",),
+    "mlflow": ("cloud_server/integrations/tracking.py",),
     "typer": ("cloud_server/commands/", "cloud_server/devices/"),
     "rich": ("cloud_server/", "firmware_profiles/ssh/"),
 }
@@ -51,7 +53,7 @@ BOUNDS = {
 
 # Modules that must start without these, including everything that they import. Inside functions only COMPOSERS and the
 # homes of torch may reach torch.
-OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml", "starlette", "uvicorn"}
+OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml", "starlette", "uvicorn", "tensorboard", "mlflow"}
 LIGHT = {
     "cloud_server.commands.cli": OPERATOR | {"numpy", "cryptography", "paho"},
     **dict.fromkeys(

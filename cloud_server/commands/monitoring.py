@@ -1,0 +1,105 @@
+"""The fleet in a browser and in other programs: ``metafleet console``, ``metrics`` and ``home-assistant``."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cloud_server.devices.devices import FLEET, PLAIN, checked_url
+from fleet_core.base import processes
+from fleet_core.base.errors import ConfigError
+
+
+def console(
+    fleet: FLEET,
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond loopback a token is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
+    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Ask for the token in this file (mode 0600, "
+                                                    "made if missing); default: console.token in the fleet's folder, "
+                                                    "beyond loopback.")] = None,
+    certificate: Annotated[Path | None, typer.Option(metavar="PEM", help="Serve HTTPS, with --key.")] = None,
+    key: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Allow plain HTTP beyond this machine.")] = False,
+    name: Annotated[list[str] | None, typer.Option(help="A host name by which browsers reach it; may be repeated.")]
+    = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Show the fleet on a page: devices, rounds, learning, cost, log; pause it, revoke a device, try an answer.
+
+    Example: metafleet console greenhouse --open
+    """
+    try:
+        from cloud_server.console import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[console]"') from error
+
+    def ready(url: str) -> None:
+        print(url, flush=True)
+        processes.say("the console; Ctrl-C ends it, and the fleet runs on")
+        if open_browser:
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # one in a terminal holds it up
+
+    serve.run(fleet, serve.Address(host, port, token_file, certificate, key, plain, tuple(name or ())), ready)
+
+
+def metrics(
+    fleet: FLEET,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 9464,
+    host: Annotated[str, typer.Option(help="Address to listen on; everyone who reaches it can read the figures.")]
+    = "127.0.0.1",
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Print a dashboard for Grafana instead.")] = False,
+) -> None:
+    """Answer Prometheus with the fleet's figures, until stopped; the aggregator may run or not."""
+    try:
+        from cloud_server.integrations import prometheus
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[monitor]"') from error
+    from cloud_server.records.fleet_folder import Fleet
+
+    if dashboard:
+        return print(prometheus.dashboard(), end="")
+    taken, end = prometheus.serve(Fleet.load(fleet), host, port)
+    print(f"http://{host}:{taken}/metrics", flush=True)
+    with processes.until_signal() as stopped:
+        while not stopped():
+            time.sleep(0.2)
+    end()
+
+
+def home_assistant(
+    fleet: FLEET,
+    broker: Annotated[str, typer.Option(envvar="METAFLEET_HOME_ASSISTANT", callback=checked_url, help="Home "
+                                        "Assistant's broker, mqtt(s)://host:port.")],
+    user: Annotated[str | None, typer.Option(help="User name at that broker.")] = None,
+    password_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the user's password.")] = None,
+    ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Authority of the broker's certificate.")] = None,
+    plain: PLAIN = False,
+    prefix: Annotated[str, typer.Option(help="Home Assistant's discovery prefix.")] = "homeassistant",
+    every: Annotated[float, typer.Option(min=1, max=86400, help="Seconds between two looks at the ledger.")] = 10.0,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the fleet's devices from Home Assistant, and leave.")]
+    = False,
+) -> None:
+    """Show the fleet's devices in Home Assistant, by MQTT discovery, until stopped; the aggregator may run or not."""
+    from cloud_server.integrations import home_assistant as bridge
+    from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.base import storage
+    from fleet_core.link.mqtt import check_plain
+
+    if not re.fullmatch(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", prefix):
+        raise ConfigError(f"'{prefix[:80]}' is no discovery prefix", where="--prefix", expected="levels of letters, "
+                          "digits, '-' or '_'")
+    if password_file is not None and user is None:
+        raise ConfigError("a password needs its user", where="--password-file", hint="add --user")
+    password = None if password_file is None else storage.read_bytes(password_file, limit=4096).decode().strip()
+    with processes.until_signal() as stopped:
+        bridge.run(
+            Fleet.load(fleet), check_plain(broker, plain), prefix=prefix, every_s=every, remove=remove, stopped=stopped,
+            say=processes.say, ready=lambda: processes.say("the devices are in Home Assistant's broker; Ctrl-C ends"),
+            username=user, password=password, ca=ca,
+        )
