@@ -78,7 +78,7 @@ def swap(service: Service, held: Weights, x: Any, wanted: Callable[[], bool]) ->
 def agent(home: Path, sample: Path) -> None:
     """A process that swaps and serves until its input ends; then it prints the fingerprints."""
     service, held = opened(home)
-    server = serve.start(settings_of(home).listening("127.0.0.1", 0), service, processes.say)
+    server = serve.start(home, settings_of(home).listening("127.0.0.1", 0), service, processes.say)
     try:
         until = time.monotonic() + float(sys.stdin.readline())
         print(json.dumps(swap(service, held, np.load(sample)[None], lambda: time.monotonic() < until)), flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -21,13 +20,13 @@ from cloud_server.console.live import Live
 from cloud_server.identity import fleet_certificates
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger
-from fleet_core.base import processes, storage
+from fleet_core.base import processes
 from fleet_core.base.errors import ConfigError, LinkError, StateError
+from fleet_core.link.bearer_token import token_in
 from fleet_core.link.mqtt import is_loopback
 
 PORT = 8765
 TOKEN_FILE = "console.token"
-SHORTEST = 16
 MOST_CONNECTIONS = 256
 
 
@@ -46,20 +45,10 @@ class Address:
 
 
 def token_of(folder: Path, address: Address) -> str | None:
-    """The token that is asked for; None on loopback unless a file is named. A missing file is made, mode 0600. Raises
-    ConfigError for one that others can read or that is too short, StateError."""
+    """The token that is asked for, as of ``token_in``; None on loopback unless a file is named."""
     if address.token_file is None and is_loopback(address.host):
         return None
-    path = address.token_file or folder / TOKEN_FILE
-    if not path.exists():
-        storage.write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
-    if path.stat().st_mode & 0o077:
-        raise ConfigError("can be read by others", where=str(path), hint=f"chmod 600 {path}")
-    token = storage.read_bytes(path, limit=1024).decode(errors="replace").strip()
-    if len(token) < SHORTEST or not token.isascii():
-        raise ConfigError("is no token", where=str(path), expected=f"at least {SHORTEST} ASCII characters",
-                          hint="delete it, and a new one is made")
-    return token
+    return token_in(address.token_file or folder / TOKEN_FILE)
 
 
 def check(address: Address) -> None:

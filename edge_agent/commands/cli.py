@@ -52,6 +52,8 @@ def _connected(root: Parser) -> None:
     one.add_argument("--host", help="address to listen on; default: device.toml's, or 127.0.0.1")
     one.add_argument("--port", type=within(int, 0, 65535),
                      help="default: device.toml's, or 8080; 0 for any free port")
+    one.add_argument("--open", action="store_true",
+                     help="beyond this machine, answer everyone over plain HTTP, without a token")
 
 
 def _local(root: Parser) -> None:
@@ -128,7 +130,8 @@ def serve(given: Namespace) -> None:
     defaults = settings_of(given.home).serve
     host = defaults.host if given.host is None else given.host
     port = (defaults.port or 8080) if given.port is None else given.port
-    processes.exec_module("edge_agent.http.serve", "--home", str(given.home), host, str(port))
+    more = ["--open"] if given.open else []
+    processes.exec_module("edge_agent.http.serve", "--home", str(given.home), host, str(port), *more)
 
 
 def status(given: Namespace) -> None:

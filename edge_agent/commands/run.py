@@ -61,7 +61,7 @@ def run(
         board=board_of(home, settings), renewal=_renewal(home, settings, link, boot, log), boot=boot, log=log,
     )
     _restore(service, log)
-    with accounts.metering(), _http_server(settings, service, log), _metrics(settings, agent, log):
+    with accounts.metering(), _http_server(home, settings, service, log), _metrics(settings, agent, log):
         link.open()
         try:
             await_broker(link, lambda: agent.step(TICK_S), device.broker, stopped, connect_s)
@@ -100,14 +100,14 @@ def _loop(agent: Agent, stopped: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def _http_server(settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
-    """Serves over HTTP meanwhile if ``[serve] port`` is set. Raises LinkError."""
+def _http_server(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
+    """Serves over HTTP meanwhile if ``[serve] port`` is set. Raises LinkError, ConfigError."""
     if not settings.serve.port:
         yield
         return
     from edge_agent.http import serve
 
-    server = serve.start(settings, service, log)
+    server = serve.start(home, settings, service, log)
     try:
         yield
     finally:

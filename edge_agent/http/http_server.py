@@ -1,9 +1,9 @@
 """An HTTP/1.1 server for one device: a thread per connection, and a limit on everything that a client can use.
 
-There are limits on the connections (when all are taken, a new client gets the place of the one that has been silent or
-slow for longest), on the size of heads, bodies and all bodies together, on the time that each may
-take to arrive, on the time without a request, and on the time to receive a response. Plain HTTP without accounts: for
-loopback or a trusted network.
+There are limits on the connections, on the size of heads, bodies and all bodies together, on the time that each may
+take to arrive, on the time without a request, and on the time to receive a response. When all connections are taken, a
+new client gets the place of the one that has been silent or slow for longest, of the address that has most of them.
+With ``tls`` it speaks HTTPS.
 
 ``stop`` finishes the requests in progress and closes idle connections at once.
 """
@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,13 +62,13 @@ class Ended(Exception):
 class HttpServer:
     """answer: turns requests into responses, in several threads at the same time; an exception gives a 500 and a line
     in ``log``. host, port: where to listen; 0 for any free port, which ``port`` then holds. Raises LinkError if it
-    cannot listen there."""
+    cannot listen there. tls: for HTTPS."""
 
     def __init__(
         self, answer: Callable[[Request], Response], host: str = "127.0.0.1", port: int = 0, *,
-        limits: Limits | None = None, log: Callable[[str], None] = lambda line: None,
+        limits: Limits | None = None, tls: ssl.SSLContext | None = None, log: Callable[[str], None] = lambda line: None,
     ):
-        self._answer, self._log, self.limits = answer, log, limits or Limits()
+        self._answer, self._log, self._tls, self.limits = answer, log, tls, limits or Limits()
         self._listener = _listener(host, port)
         self._listener.settimeout(ACCEPT_S)
         self.host, self.port = host, int(self._listener.getsockname()[1])
@@ -79,7 +81,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{host}:{self.port}"
 
     def start(self) -> HttpServer:
         self._accepting.start()
@@ -116,7 +118,7 @@ class HttpServer:
             self._take(peer)
 
     def _take(self, peer: socket.socket) -> None:
-        connection = Connection(peer, self._answer, self.limits, self._bodies, self._log, self._stopping)
+        connection = Connection(peer, self._answer, self.limits, self._bodies, self._log, self._stopping, self._tls)
         with self._changed:
             if len(self._connections) >= self.limits.connections:
                 self._end_slowest()
@@ -130,10 +132,12 @@ class HttpServer:
             self._leave(connection)
 
     def _end_slowest(self) -> None:
-        """Ends the connection whose client has let this device wait for longest; none while all are being answered."""
+        """Ends the connection whose client has let this device wait for longest, of the address with most of them; none
+        while all are being answered."""
         waiting = [one for one in self._connections if one.waits_since < math.inf]
         if waiting:
-            slowest = min(waiting, key=lambda one: one.waits_since)
+            of = Counter(one.address for one in waiting)
+            slowest = min(waiting, key=lambda one: (-of[one.address], one.waits_since))
             self._connections.discard(slowest)
             slowest.end()
 
@@ -159,6 +163,14 @@ def _listener(host: str, port: int) -> socket.socket:
         raise LinkError(f"cannot listen: {reason}", where=f"{host}:{port}", hint="another host or port") from error
 
 
+def _address(peer: socket.socket) -> str:
+    """Of the client; empty if it is gone already."""
+    try:
+        return str(peer.getpeername()[0])
+    except (OSError, IndexError):
+        return ""
+
+
 class Budget:
     """The bytes that the bodies of all connections may have together."""
 
@@ -182,8 +194,10 @@ class Connection:
 
     def __init__(
         self, peer: socket.socket, answer: Callable[[Request], Response], limits: Limits, bodies: Budget,
-        log: Callable[[str], None], stopping: threading.Event,
+        log: Callable[[str], None], stopping: threading.Event, tls: ssl.SSLContext | None = None,
     ):
+        self.address = _address(peer)
+        self._tls = tls
         self._peer, self._answer, self._limits, self._bodies = peer, answer, limits, bodies
         self._log, self._stopping = log, stopping
         self._buffer = bytearray()
@@ -195,6 +209,10 @@ class Connection:
     def serve(self) -> None:
         """Answers requests until either side closes the connection."""
         with contextlib.suppress(Ended, OSError):
+            if self._tls is not None:
+                self._peer = peer = self._tls.wrap_socket(self._peer, True, do_handshake_on_connect=False)
+                peer.settimeout(self._limits.head_s)
+                peer.do_handshake()
             more = True
             while more:
                 if self._stopping.is_set():  # ``end_if_idle`` came while the last response was being sent
@@ -204,10 +222,11 @@ class Connection:
                     more = self._answer_one()
 
     def turn_away(self) -> None:
-        """Sends a 503 without waiting, and closes."""
+        """Sends a 503 without waiting, or with TLS nothing, and closes."""
+        busy = as_error(Refused(503, "too many connections", {"Retry-After": "1"}))
         with contextlib.suppress(OSError):
             self._peer.settimeout(0)
-            self._peer.send(as_error(Refused(503, "too many connections", {"Retry-After": "1"})).encode(close=True))
+            self._peer.send(b"" if self._tls else busy.encode(close=True))
         self.close()
 
     def end_if_idle(self) -> None:
@@ -218,13 +237,16 @@ class Connection:
 
     def _stop_receiving(self) -> None:
         """What has arrived can still be read."""
-        with contextlib.suppress(OSError):
-            self._peer.shutdown(socket.SHUT_RD)
+        self._shutdown(socket.SHUT_RD)
 
     def end(self) -> None:
         """Called from another thread: ends the connection, whatever it waits for."""
+        self._shutdown(socket.SHUT_RDWR)
+
+    def _shutdown(self, how: int) -> None:
+        """Below TLS, whose own ``shutdown`` would let the connection go on in plain text."""
         with contextlib.suppress(OSError):
-            self._peer.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._peer, how)
 
     def close(self) -> None:
         self._peer.close()
@@ -314,7 +336,7 @@ class Connection:
         """Sends the error and ends the connection, whose further bytes have no known meaning. Reads on for a while:
         closing at once would discard the error for a client that is still sending."""
         self._send(as_error(refused).encode(close=True))
-        self._peer.shutdown(socket.SHUT_WR)
+        self._shutdown(socket.SHUT_WR)
         until, left = time.monotonic() + LINGER_S, LINGER_BYTES
         while left > 0:
             self._buffer.clear()

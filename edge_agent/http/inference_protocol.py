@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent.http import tensors
-from edge_agent.http.http_messages import Refused, Request, Response, as_error, as_json
+from edge_agent.http.http_messages import Head, Refused, Request, Response, as_error, as_json
 from edge_agent.http.tensors import Form
 from fleet_core import __version__
 from fleet_core.base.errors import ConfigError, DataError, FleetError, MessageError, StateError
@@ -38,6 +38,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 MAX_JSON_BYTES = 4 << 20
 """Parsed numbers take up to ten times the memory of their JSON, and lists more; larger batches need binary data."""
 EXTENSIONS = ("binary_tensor_data", "labelled_samples")
+LIVE = "/v2/health/live"
 NOT_READY = "no model has been served to this device yet"
 
 
@@ -86,15 +87,15 @@ class InferenceRequest:
 
 class InferenceProtocol:
     """The protocol for one model. names: host names by which this device may be reached, beside ``localhost`` and any
-    address."""
+    address. check(head): raises Refused for a client that may not ask; ``/v2/health/live`` everyone may."""
 
-    def __init__(self, model: Model, names: Iterable[str] = ()):
-        self._model = model
+    def __init__(self, model: Model, names: Iterable[str] = (), check: Callable[[Head], None] = lambda head: None):
+        self._model, self._check = model, check
         self._names = {"localhost", *(name.lower() for name in names)}
         self._reading = threading.Lock()  # only one request's JSON is in memory at a time
         of_model = r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?"
         self._routes: list[tuple[str, re.Pattern[str], Callable[[Request, str | None], Response]]] = [
-            ("GET", re.compile("/v2/health/live"), self._live),
+            ("GET", re.compile(LIVE), self._live),
             ("GET", re.compile("/v2/health/ready"), self._ready),
             ("GET", re.compile("/v2/?"), self._server_metadata),
             ("GET", re.compile(of_model), self._model_metadata),
@@ -119,6 +120,8 @@ class InferenceProtocol:
         if not is_ours(head.headers.get("host", "localhost"), self._names):
             raise Refused(421, f"this device is not reached by the name '{head.headers['host'][:100]}'; [serve] names "
                                "in device.toml allows names")
+        if head.path != LIVE:
+            self._check(head)
         for verb, pattern, action in self._routes:
             match = pattern.fullmatch(head.path)
             if match is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from edge_agent.http.access import CERTIFICATE, TOKEN, access_of
 from edge_agent.http.http_server import HttpServer
 from edge_agent.http.inference_protocol import Facts, InferenceProtocol
 from edge_agent.inference.service import Service, service_of
@@ -22,10 +23,10 @@ from fleet_core.base import processes
 from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
+from fleet_core.link.mqtt import is_loopback
 from fleet_core.protocol.device_messages import Answer
 
 CHECK_S = 0.5
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ServedModel:
@@ -60,16 +61,21 @@ class ServedModel:
         return relearn.learn(self._service, x, labels, new=new)
 
 
-def start(settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:
-    """Starts a server for ``service``. Raises LinkError if it cannot listen."""
+def start(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:
+    """Starts a server for ``service``. Raises LinkError if it cannot listen, and as ``access_of``."""
     allocator.share()
     name, address = settings.device.fleet, settings.serve
     machine = socket.gethostname()
-    protocol = InferenceProtocol(ServedModel(name, service), (machine, f"{machine}.local", *address.names))
-    server = HttpServer(protocol.answer, address.host, address.port, log=log).start()
+    names = (settings.device.name, machine, f"{machine}.local", *address.names)
+    access = access_of(home, address, names)
+    protocol = InferenceProtocol(ServedModel(name, service), names, access.check)
+    server = HttpServer(protocol.answer, address.host, address.port, tls=access.tls, log=log).start()
     log(f"answers at {server.url}/v2/models/{name}")
-    if address.host not in LOOPBACK:
-        log("that is plain HTTP: whoever reaches this port may ask, and add labelled samples")
+    if access.token is not None:
+        log(f"a client needs the token in {home / (address.token or TOKEN)}"
+            + (f", and trusts {home / (address.certificate or CERTIFICATE)}" if access.tls else ""))
+    elif not is_loopback(address.host):
+        log("open to everyone: whoever reaches this port may ask, and add labelled samples")
     return server
 
 
@@ -101,7 +107,7 @@ def serve(home: Path, settings: Settings, *, stopped: Callable[[], bool], log: C
     service = service_of(home, settings)
     follower = Follower(service, log)
     follower.check()
-    server = start(settings, service, log)
+    server = start(home, settings, service, log)
     try:
         if service.answering is None:
             log("there is nothing to answer with yet: 'edge-agent run' brings it")
@@ -113,10 +119,10 @@ def serve(home: Path, settings: Settings, *, stopped: Callable[[], bool], log: C
 
 
 def main(arguments: list[str]) -> None:
-    """arguments: ``--home HOME HOST PORT``, from ``edge-agent serve``."""
-    _, home, host, port = arguments
+    """arguments: ``--home HOME HOST PORT``, from ``edge-agent serve``, and ``--open``."""
+    _, home, host, port, *more = arguments
     with processes.until_signal() as stopped:
-        settings = settings_of(Path(home)).listening(host, int(port))
+        settings = settings_of(Path(home)).listening(host, int(port), open="--open" in more)
         serve(Path(home), settings, stopped=stopped, log=processes.say)
 
 

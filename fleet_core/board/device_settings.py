@@ -111,8 +111,12 @@ class Personalize:
 
 @dataclass(frozen=True)
 class Serve:
-    """host, port: where plain HTTP requests are answered, for loopback or a trusted network; port 0: not at all in
-    ``edge-agent run``. names: further host names by which a client may reach it; see ``fleet_core.link.host_header``.
+    """host, port: where HTTP requests are answered; port 0: not at all in ``edge-agent run``. names: further host names
+    by which a client may reach it; see ``fleet_core.link.host_header``.
+
+    Beyond this machine a client needs TLS and a token (``edge_agent.http.access``), unless ``open`` allows plain HTTP
+    to everyone. token, certificate, key: files relative to the device's home; on this machine nothing is asked for
+    unless they are set.
 
     unknown: mark samples that are far from all known samples. unknown_quantile: the share of the device's own samples
     that should count as known. worse_by: a new model, another personalization or more labelled samples are rejected
@@ -122,6 +126,10 @@ class Serve:
     host: str = field(default="127.0.0.1", metadata={"max_length": 255})
     port: int = field(default=0, metadata={"min": 0, "max": 65535})
     names: tuple[str, ...] = field(default=(), metadata={"max_length": 32})
+    open: bool = False
+    token: str | None = None
+    certificate: str | None = None
+    key: str | None = None
     unknown: bool = False
     unknown_quantile: float = field(default=0.95, metadata={"above": 0, "max": 1})
     worse_by: float = field(default=0.1, metadata={"min": 0, "max": 1})
@@ -151,9 +159,9 @@ class Settings:
     metrics: Metrics = field(default_factory=Metrics)
     tls: Tls = field(default_factory=Tls)
 
-    def listening(self, host: str, port: int) -> Settings:
-        """These settings with another HTTP ``host`` and ``port``."""
-        return replace(self, serve=replace(self.serve, host=host, port=port))
+    def listening(self, host: str, port: int, *, open: bool = False) -> Settings:
+        """These settings with another HTTP ``host`` and ``port``. open: allow plain HTTP to everyone there."""
+        return replace(self, serve=replace(self.serve, host=host, port=port, open=open or self.serve.open))
 
 
 def settings_of(home: Path, broker: str | None = None) -> Settings:

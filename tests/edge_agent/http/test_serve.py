@@ -4,11 +4,13 @@ models are swapped and samples are taught."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import shutil
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,13 +25,15 @@ from tritonclient.utils import InferenceServerException
 from benchmarks.on_device import asking, swap
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, Weights
-from edge_agent.http import serve
-from edge_agent.http.http_server import HttpServer
+from edge_agent.http import access, serve
+from edge_agent.http.http_messages import Response
+from edge_agent.http.http_server import HttpServer, Limits
 from edge_agent.inference import relearn
 from edge_agent.inference.service import Service, service_of
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
-from fleet_core.board.device_settings import Identity, Settings, settings_of
+from fleet_core.base.errors import ConfigError
+from fleet_core.board.device_settings import Identity, Serve, Settings, settings_of
 from fleet_core.model import graph_bundle, payloads
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Question
@@ -70,7 +74,7 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def server(home: Path, service: Service, lines: list[str]) -> Iterator[HttpServer]:
-    running = serve.start(settings_of(home), service, lines.append)
+    running = serve.start(home, settings_of(home), service, lines.append)
     yield running
     running.stop()
 
@@ -241,7 +245,7 @@ def test_samples_of_unknown_classes_are_marked(home: Path, lines: list[str]) -> 
     settings = settings_of(home)
     service = service_of(home, settings)
     service.restore()
-    running = serve.start(settings, service, lines.append)
+    running = serve.start(home, settings, service, lines.append)
     own = service.local().own().x
     x = np.concatenate([own, np.full((1, 8), 500, np.float32)])
     try:
@@ -260,7 +264,7 @@ def test_a_device_without_a_served_model_is_alive_and_not_ready(home: Path, line
     shutil.rmtree(home / "slots")
     service = service_of(home, settings_of(home))
     serve.Follower(service, lines.append).check()
-    running = serve.start(settings_of(home), service, lines.append)
+    running = serve.start(home, settings_of(home), service, lines.append)
     try:
         assert said(running, "GET", "/v2/health/live") == (200, {"live": True})
         assert said(running, "GET", "/v2/health/ready")[0] == 400
@@ -269,10 +273,84 @@ def test_a_device_without_a_served_model_is_alive_and_not_ready(home: Path, line
         running.stop()
 
 
-def test_a_port_that_others_reach_is_said_to_be_open(home: Path, service: Service, lines: list[str]) -> None:
-    running = serve.start(settings_of(home).listening("0.0.0.0", 0), service, lines.append)
+def test_a_port_that_is_open_to_everyone_says_so(home: Path, service: Service, lines: list[str]) -> None:
+    running = serve.start(home, settings_of(home).listening("0.0.0.0", 0, open=True), service, lines.append)
     running.stop()
-    assert any("plain HTTP" in line for line in lines)
+    assert any("open to everyone" in line for line in lines)
+    assert not list(home.glob("serve.*"))
+
+
+def trusting(home: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(home / access.CERTIFICATE))
+
+
+def over_tls(server: HttpServer, trust: ssl.SSLContext, path: str, **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPSConnection("localhost", server.port, timeout=PATIENCE_S, context=trust)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def test_beyond_this_machine_a_client_needs_tls_and_the_token(home: Path, service: Service, lines: list[str]) -> None:
+    settings = settings_of(home).listening("0.0.0.0", 0)
+    settings = replace(settings, serve=replace(settings.serve, names=("localhost",)))
+    for _ in range(2):  # the second start takes the files that the first has made
+        running = serve.start(home, settings, service, lines.append)
+        trust, token = trusting(home), (home / access.TOKEN).read_text().strip()
+        try:
+            assert over_tls(running, trust, "/v2", Authorization=f"Bearer {token}")[0] == 200
+            for wrong in ("", f"Bearer {token}x", token, f"Basic {token}"):
+                status, body = over_tls(running, trust, "/v2", Authorization=wrong)
+                assert status == 401
+                assert "token" in body["error"]
+            assert over_tls(running, trust, "/v2/health/live")[0] == 200
+            with pytest.raises(ssl.SSLCertVerificationError):
+                over_tls(running, ssl.create_default_context(), "/v2")
+            with pytest.raises((http.client.HTTPException, OSError)):
+                said(running, "GET", "/v2")
+        finally:
+            running.stop()
+    assert [home / name for name in (access.TOKEN, access.KEY) if (home / name).stat().st_mode & 0o077] == []
+    assert token not in "".join(lines)
+
+
+def test_a_token_and_a_certificate_are_asked_for_on_this_machine_too_if_they_are_set(
+    home: Path, service: Service, lines: list[str]
+) -> None:
+    settings = settings_of(home)
+    made = replace(settings, serve=replace(settings.serve, token="mine.token"))
+    running = serve.start(home, made, service, lines.append)
+    try:
+        assert said(running, "GET", "/v2")[0] == 401
+        token = (home / "mine.token").read_text().strip()
+        assert said(running, "GET", "/v2", Authorization=f"Bearer {token}")[0] == 200
+    finally:
+        running.stop()
+    (home / "mine.token").chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        serve.start(home, made, service, lines.append)
+    with pytest.raises(ConfigError, match="belong together"):
+        access.access_of(home, Serve(certificate="a.pem"), ())
+    (home / "a.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match="cannot be used for TLS"):
+        access.access_of(home, Serve(certificate="a.pem", key="a.pem"), ())
+
+
+def test_a_server_with_tls_ends_slow_clients_and_finishes_what_it_has_begun(
+    home: Path, service: Service, lines: list[str]
+) -> None:
+    """A client that does not begin TLS holds a place until a new one needs it, and the server's end does not wait."""
+    access.create(home / access.CERTIFICATE, home / access.KEY, ["localhost"])
+    tls = access.access_of(home, Serve(certificate=access.CERTIFICATE, key=access.KEY), ()).tls
+    limits = Limits(connections=2, head_s=PATIENCE_S, idle_s=PATIENCE_S, stop_s=PATIENCE_S)
+    running = HttpServer(lambda request: Response(200, b"{}"), limits=limits, tls=tls, log=lines.append).start()
+    with contextlib.ExitStack() as silent:
+        for _ in range(2):
+            silent.enter_context(socket.create_connection((running.host, running.port)))
+        assert over_tls(running, trusting(home), "/") == (200, {})
+        running.stop()
+    assert lines == []
 
 
 # Over MQTT and over HTTP ----------------------------------------------------------------------------------------------
@@ -284,7 +362,7 @@ def test_an_agent_answers_alike_over_mqtt_and_over_http_and_learns_at_once(tmp_p
     (w.fleet.folder / "graph.safetensors").write_bytes(graph_bundle.pack(homes.graph_for(method)))
     w.start_server()
     agent = w.start_agent("d0", toy(0))
-    running = serve.start(settings_with(w), agent.service, w.lines.append)
+    running = serve.start(w.folder / "devices" / "d0", settings_with(w), agent.service, w.lines.append)
     try:
         assert infer(running, X, w.name)[0] == 503
         assert w.pump(lambda: fleet_finished(w))

@@ -1,0 +1,94 @@
+"""What a server beyond this machine asks for and shows: a token, and a certificate for TLS.
+
+The certificate is the device's own, signed by its own key: a client trusts the file ``serve.pem``. The one that the
+fleet issued would not do: it is valid for a client alone, so that no device can pass as the broker.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_agent.http.http_messages import Head, Refused
+from fleet_core.base import storage
+from fleet_core.base.errors import ConfigError
+from fleet_core.board.device_settings import Serve
+from fleet_core.link.bearer_token import shown, token_in
+from fleet_core.link.mqtt import is_loopback
+
+TOKEN, CERTIFICATE, KEY = "serve.token", "serve.pem", "serve.key"
+BACK_DATED, LIFE = datetime.timedelta(days=1), datetime.timedelta(days=10 * 365)
+
+
+@dataclass(frozen=True)
+class Access:
+    """token: what a client has to show; None if none is asked for. tls: None for plain HTTP."""
+
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+
+    def check(self, head: Head) -> None:
+        """Raises Refused for a request without the token."""
+        if self.token is not None and not shown(head.headers.get("authorization", ""), self.token):
+            raise Refused(401, "this device asks for its token: Authorization: Bearer", {"WWW-Authenticate": "Bearer"})
+
+
+def access_of(home: Path, serve: Serve, names: Iterable[str]) -> Access:
+    """What ``[serve]`` asks for: beyond this machine both, unless ``open`` is set. Files that are missing are made in
+    ``home``. names: host names for a certificate that is made. Raises ConfigError, StateError."""
+    if (serve.certificate is None) != (serve.key is None):
+        raise ConfigError("certificate and key belong together", where=f"{home / 'device.toml'}: serve")
+    guarded = not (serve.open or is_loopback(serve.host))
+    token = token_in(home / (serve.token or TOKEN)) if serve.token or guarded else None
+    if not (serve.certificate or guarded):
+        return Access(token)
+    certificate, key = home / (serve.certificate or CERTIFICATE), home / (serve.key or KEY)
+    if serve.certificate is None and not (certificate.exists() and key.exists()):
+        create(certificate, key, [*names, serve.host])
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        tls.load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"cannot be used for TLS: {error}", where=f"{certificate}, {key}",
+                          expected="a certificate and its key, PEM") from error
+    return Access(token, tls)
+
+
+def create(certificate: Path, key: Path, names: Iterable[str]) -> None:
+    """Writes a key, mode 0600, and a certificate for ``names`` that it signs itself. Raises StateError."""
+    from cryptography import x509  # memory that a server on this machine does not need
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    from fleet_core.protocol import certificates
+
+    def alternative(name: str) -> x509.GeneralName | None:
+        """None for what no client asks for: an address that stands for all, or a name that is none."""
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            try:
+                return x509.DNSName(name)
+            except ValueError:
+                return None
+        return None if address.is_unspecified else x509.IPAddress(address)
+
+    made = certificates.new_key()
+    known = list(dict.fromkeys(filter(None, map(alternative, names))))
+    subject = certificates.subject_name(str(known[0].value)[:64])
+    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(made.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - BACK_DATED).not_valid_after(now + LIFE)
+    for extension in (
+        x509.SubjectAlternativeName(known), x509.BasicConstraints(ca=False, path_length=None),
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectKeyIdentifier.from_public_key(made.public_key()),
+    ):
+        builder = builder.add_extension(extension, critical=False)
+    certificates.save_key(key, made)
+    storage.write_atomic(certificate, certificates.certificate_pem(builder.sign(made, hashes.SHA256())))
