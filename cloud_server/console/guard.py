@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloud_server.broker.mosquitto_config import OPERATORS
-from fleet_core.link.host_header import is_ours
+from fleet_core.link.hosts import is_ours
 from fleet_core.protocol import certificates
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

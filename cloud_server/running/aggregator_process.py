@@ -29,8 +29,9 @@ from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.base.processes import typed
 from fleet_core.board import allocator
 from fleet_core.link.await_broker import await_broker
+from fleet_core.link.hosts import is_loopback
 from fleet_core.link.interface import Will
-from fleet_core.link.mqtt import MqttLink, check_plain, is_loopback, parse_url
+from fleet_core.link.mqtt import MqttLink, check_plain, parse_url
 from fleet_core.protocol import topics
 
 TICK_S = 0.2

@@ -10,6 +10,7 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.profile import Profile
+from fleet_core.link.hosts import is_loopback
 from fleet_core.power import radio
 from fleet_core.power.radio import RadioModel
 
@@ -73,7 +74,7 @@ def watts_of(home: Path, settings: Settings) -> tuple[float, float] | None:
 
 def radio_of(home: Path, settings: Settings, root: Path = Path("/")) -> RadioModel:
     """The model of the joules of bytes to the broker. Raises ConfigError."""
-    from fleet_core.link.mqtt import is_loopback, parse_url  # loads paho, which most commands do not need
+    from fleet_core.link.mqtt import parse_url  # loads paho, which most commands do not need
 
     if settings.radio.kind is None and is_loopback(parse_url(settings.device.broker).host):
         return RadioModel(absent="none: the broker is on this machine")

@@ -6,7 +6,6 @@ session ends the connection, with its text as the reason, and is logged with its
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import random
 import selectors
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 from fleet_core.base.errors import ConfigError, LinkError
 from fleet_core.link.byte_counters import ByteCounters
+from fleet_core.link.hosts import is_loopback
 from fleet_core.link.interface import Disconnected, Event, Will, check_filter, check_topic
 from fleet_core.link.mqtt_connection import Address, Session, Settings
 from fleet_core.link.paho_client import describe
@@ -252,14 +252,6 @@ def parse_url(url: str) -> Address:
             hint="for example mqtt://127.0.0.1:1883; user name and password are separate options",
         )
     return Address(host, port or PORTS[scheme], scheme == "mqtts")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine: a loopback address or ``localhost``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_plain(url: str, allowed: bool) -> str:

@@ -60,7 +60,7 @@ def run(monkeypatch, capsys):
     ("run", {"home": HERE, "broker": None, "connect_s": 60.0, "token": None, "plain": False}),
     ("run --token t --plain --connect-s 5 --broker mqtt://b:1",
      {"home": HERE, "broker": "mqtt://b:1", "connect_s": 5.0, "token": Path("t"), "plain": True}),
-    ("serve --port 0 --host ::", {"home": HERE, "host": "::", "port": 0}),
+    ("serve --port 0 --host :: --open", {"home": HERE, "host": "::", "port": 0, "open": True}),
     ("samples add x.npy --label -1 --new-class",
      {"file": Path("x.npy"), "label": "-1", "new_class": True, "home": HERE}),
     ("samples drop --last 2", {"last": 2, "home": HERE}),

@@ -1,9 +1,18 @@
-"""The ``Host`` of an HTTP request: whether a web page may have been tricked into sending it (DNS rebinding)."""
+"""Host names: of this machine, and in the ``Host`` of an HTTP request, by which a web page may have been tricked into
+sending it (DNS rebinding)."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine: a loopback address or ``localhost``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:
