@@ -126,7 +126,7 @@ def rounds(
     explain: Annotated[bool, typer.Option("--explain", help="Each round's codecs and frozen arrays, and why.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """List every round: cohort, skipped updates, loss, duration."""
+    """List every round: cohort, skipped and refused updates, loss, duration."""
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
     from cloud_server.records.ledger_tables import RoundArrays, RoundCodec, Update
@@ -137,7 +137,8 @@ def rounds(
         listed, codecs = ledger.rounds(), ledger.rows(RoundCodec) if explain else []
         arrays = ledger.rows(RoundArrays) if explain else []
         skipped = Counter(one.round for one in ledger.each(Update, status="counted", skipped=True))
-    some = bool(skipped)
+        refused = Counter(one.round for one in ledger.each(Update, status="refused"))
+    shown = {name: counts for name, counts in (("skipped", skipped), ("refused", refused)) if counts}
     if as_json:
         used: dict[int, dict[str, Any]] = {}
         for one in codecs:
@@ -146,16 +147,17 @@ def rounds(
             }
         trained = {one.round: {"frozen": one.frozen, "reason": one.reason, "moves": one.moves} for one in arrays}
         return terminal.show([
-            {**schema.plain(r), "skipped": skipped[r.round],
+            {**schema.plain(r), "skipped": skipped[r.round], "refused": refused[r.round],
              **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round)} if explain else {})}
             for r in listed
         ])
     rows = [
-        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)), *[str(skipped[r.round])] * some,
+        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)),
+         *(str(counts[r.round]) for counts in shown.values()),
          "" if r.loss is None else f"{r.loss:.4f}", "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
         for r in listed
     ]
-    terminal.table(rows, ("round", "opened", "status", "cohort", *["skipped"] * some, "loss", "seconds", "note"))
+    terminal.table(rows, ("round", "opened", "status", "cohort", *shown, "loss", "seconds", "note"))
     if not rows:
         return processes.say("no round has been opened yet")
     if explain:
