@@ -123,7 +123,9 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 @server_app.command("rounds")
 def rounds(
     fleet: FLEET,
-    explain: Annotated[bool, typer.Option("--explain", help="Each round's codecs and frozen arrays, and why.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Each round's codecs, frozen arrays and refused updates, and why.")
+    ] = False,
     as_json: JSON = False,
 ) -> None:
     """List every round: cohort, skipped and refused updates, loss, duration."""
@@ -138,6 +140,7 @@ def rounds(
         arrays = ledger.rows(RoundArrays) if explain else []
         skipped = Counter(one.round for one in ledger.each(Update, status="counted", skipped=True))
         refused = Counter(one.round for one in ledger.each(Update, status="refused"))
+        unused = [one for one in ledger.each(Update) if one.reason and one.status != "late"] if explain else []
     shown = {name: counts for name, counts in (("skipped", skipped), ("refused", refused)) if counts}
     if as_json:
         used: dict[int, dict[str, Any]] = {}
@@ -148,7 +151,8 @@ def rounds(
         trained = {one.round: {"frozen": one.frozen, "reason": one.reason, "moves": one.moves} for one in arrays}
         return terminal.show([
             {**schema.plain(r), "skipped": skipped[r.round], "refused": refused[r.round],
-             **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round)} if explain else {})}
+             **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round),
+                 "reasons": {one.device: one.reason for one in unused if one.round == r.round}} if explain else {})}
             for r in listed
         ])
     rows = [
@@ -162,6 +166,9 @@ def rounds(
         return processes.say("no round has been opened yet")
     if explain:
         tables = [codec_tables.explained(codecs), *([array_tables.explained(arrays)] if arrays else [])]
+        if unused:
+            tables.append((("round", "device", "update", "why"),
+                           [(str(one.round), one.device, one.status, one.reason) for one in unused]))
         for heads, lines in tables:
             print()
             terminal.table(lines, heads)

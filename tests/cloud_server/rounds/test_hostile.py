@@ -74,6 +74,10 @@ def test_a_liar_is_refused_told_noted_and_shown(
     assert "refused" in capsys.readouterr().out.splitlines()[0]
     commands.rounds(w.fleet.folder, as_json=True)
     assert [one["refused"] for one in json.loads(capsys.readouterr().out)] == [1] * ROUNDS
+    commands.rounds(w.fleet.folder, explain=True)
+    assert capsys.readouterr().out.count("times the median") >= 2 * ROUNDS, "in the note, and with its device"
+    commands.rounds(w.fleet.folder, explain=True, as_json=True)
+    assert [set(one["reasons"]) for one in json.loads(capsys.readouterr().out)] == [{"d2"}] * ROUNDS
 
 
 def test_it_ruins_a_fleet_with_the_constant_bound_and_not_one_with_the_adaptive_one(
