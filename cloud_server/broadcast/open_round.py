@@ -15,6 +15,7 @@ from fleet_core.model.choose_codec import Choice
 from fleet_core.model.choose_frozen import Chosen
 from fleet_core.model.skipped_updates import is_note
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
+from fleet_core.robust.norm_bound import Measure
 
 
 @dataclass
@@ -26,7 +27,7 @@ class OpenRound:
     chain: of deltas to the model. per_device: float32 groups that each device of the cohort alone receives; empty for
     most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``. least_norm:
     below it an update is skipped. arrays: what the round trains, with the reason.
-    received: device -> its update. failed: device -> why it will send none.
+    received: device -> its update. measures: device -> of that. failed: device -> why it will send none.
     """
 
     number: int
@@ -44,6 +45,7 @@ class OpenRound:
     least_norm: float = 0.0
     arrays: Chosen = field(default_factory=Chosen)
     received: dict[str, UploadManifest] = field(default_factory=dict)
+    measures: dict[str, Measure] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -56,9 +58,9 @@ class OpenRound:
         """Whether every device of the cohort has sent an update or failed."""
         return len(self.received) + len(self.failed) >= len(self.cohort)
 
-    def receive(self, device: str, manifest: UploadManifest) -> None:
+    def receive(self, device: str, manifest: UploadManifest, measure: Measure) -> None:
         """The device's update is verified and in the spool."""
-        self.received[device] = manifest
+        self.received[device], self.measures[device] = manifest, measure
         self.failed.pop(device, None)
 
     def fail(self, device: str, reason: str) -> None:

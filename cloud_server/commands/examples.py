@@ -35,6 +35,8 @@ EXAMPLES = {
     "devices list": "metafleet devices list greenhouse",
     "devices show": "metafleet devices show greenhouse pi-07",
     "devices enroll": "metafleet devices enroll greenhouse pi-07 --to pi-07",
+    "devices quarantine": "metafleet devices quarantine greenhouse pi-07",
+    "devices release": "metafleet devices release greenhouse pi-07",
     "devices revoke": "metafleet devices revoke greenhouse pi-07",
     "datasets fetch": "metafleet datasets fetch har",
     "profiles show": "metafleet profiles show raspberry-pi-4b",

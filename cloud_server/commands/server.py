@@ -167,10 +167,12 @@ def show_alerts(
 @server_app.command("rounds")
 def rounds(
     fleet: FLEET,
-    explain: Annotated[bool, typer.Option("--explain", help="Each round's codecs and frozen arrays, and why.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Each round's codecs, frozen arrays and refused updates, and why.")
+    ] = False,
     as_json: JSON = False,
 ) -> None:
-    """List every round: cohort, skipped updates, loss, duration."""
+    """List every round: cohort, skipped and refused updates, loss, duration."""
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.ledger import Ledger
     from cloud_server.records.ledger_tables import RoundArrays, RoundCodec, Update
@@ -181,7 +183,9 @@ def rounds(
         listed, codecs = ledger.rounds(), ledger.rows(RoundCodec) if explain else []
         arrays = ledger.rows(RoundArrays) if explain else []
         skipped = Counter(one.round for one in ledger.each(Update, status="counted", skipped=True))
-    some = bool(skipped)
+        refused = Counter(one.round for one in ledger.each(Update, status="refused"))
+        unused = [one for one in ledger.each(Update) if one.reason and one.status != "late"] if explain else []
+    shown = {name: counts for name, counts in (("skipped", skipped), ("refused", refused)) if counts}
     if as_json:
         used: dict[int, dict[str, Any]] = {}
         for one in codecs:
@@ -190,20 +194,25 @@ def rounds(
             }
         trained = {one.round: {"frozen": one.frozen, "reason": one.reason, "moves": one.moves} for one in arrays}
         return terminal.show([
-            {**schema.plain(r), "skipped": skipped[r.round],
-             **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round)} if explain else {})}
+            {**schema.plain(r), "skipped": skipped[r.round], "refused": refused[r.round],
+             **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round),
+                 "reasons": {one.device: one.reason for one in unused if one.round == r.round}} if explain else {})}
             for r in listed
         ])
     rows = [
-        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)), *[str(skipped[r.round])] * some,
+        (str(r.round), terminal.date(r.opened_at), r.status, str(len(r.cohort)),
+         *(str(counts[r.round]) for counts in shown.values()),
          "" if r.loss is None else f"{r.loss:.4f}", "" if r.seconds is None else f"{r.seconds:.1f}", r.note)
         for r in listed
     ]
-    terminal.table(rows, ("round", "opened", "status", "cohort", *["skipped"] * some, "loss", "seconds", "note"))
+    terminal.table(rows, ("round", "opened", "status", "cohort", *shown, "loss", "seconds", "note"))
     if not rows:
         return processes.say("no round has been opened yet")
     if explain:
         tables = [codec_tables.explained(codecs), *([array_tables.explained(arrays)] if arrays else [])]
+        if unused:
+            tables.append((("round", "device", "update", "why"),
+                           [(str(one.round), one.device, one.status, one.reason) for one in unused]))
         for heads, lines in tables:
             print()
             terminal.table(lines, heads)

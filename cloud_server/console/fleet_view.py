@@ -26,6 +26,7 @@ from cloud_server.records.ledger_tables import Device, Round, Update
 from cloud_server.reports import result, verdict
 from cloud_server.reports.terminal_view import phase_of
 from cloud_server.rounds.budget import resting, used_of
+from cloud_server.rounds.reputation import quarantined
 
 Values = dict[str, Any]
 
@@ -98,7 +99,7 @@ class FleetView:
             "model": config.model.name, "limits": _known(limits), "used": used,
             "currency": self._fleet.tariff.currency if self._fleet.tariff else None,
         }
-        lists = ("on", "off", "programs", "resting")  # said with each device
+        lists = ("on", "off", "programs", "resting", "suspects", "quarantined")  # said with each device
         counts = {"on_count": len(facts["on"]), "off_count": len(facts["off"])}
         return _known({**{k: v for k, v in facts.items() if k not in lists}, **counts, **known})
 
@@ -106,13 +107,13 @@ class FleetView:
         ledger = self.ledger
         volume, kinds, joules = ledger.volume("device"), ledger.payload(), ledger.joules("device")
         fates = ledger.fates(by="device")
-        pending, rests = pending_requests(ledger), resting(ledger, time.time())
+        pending, rests, shut_out = pending_requests(ledger), resting(ledger, time.time()), quarantined(ledger)
         return {
             row.name: _known({
                 **_device(row), **_costs(volume.get(row.name), joules.get(row.name)),
                 "kinds": {kind: [moved.up, moved.down] for kind, moved in kinds.get(row.name, {}).items()} or None,
                 "counted": fates.get(row.name, {}).get("counted", 0), "pending": pending.get(row.name),
-                "rests": rests.get(row.name),
+                "rests": rests.get(row.name), "quarantined": shut_out.get(row.name),
                 "trouble": self._seen.troubles.get(row.name),
                 **self._seen.latest.get(row.name, {}),
             })

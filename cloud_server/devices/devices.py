@@ -1,4 +1,4 @@
-"""``metafleet devices``: lists, shows, enrols and revokes a fleet's devices.
+"""``metafleet devices``: lists, shows, enrols, quarantines and revokes a fleet's devices.
 
 Heavy modules are imported inside the commands. Other commands take the shared options from here.
 """
@@ -29,6 +29,7 @@ FLEET = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet's folder
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 MAX_VALID_S = 366 * 86400.0
+REQUESTS = ("enroll", "revoke", "quarantine", "release")
 TIMES = ("first_seen", "last_seen", "issued_at", "expires_at")  # Unix seconds
 
 
@@ -124,9 +125,10 @@ def listed_devices(ledger: Ledger) -> list[Device]:
 
 
 def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
-    """A device with its certificate, pending request, unused token, and why it is not asked today, as plain values
-    without secrets."""
+    """A device with its certificate, pending request, unused token, and why it is not asked today or quarantined, as
+    plain values without secrets."""
     from cloud_server.identity import fleet_certificates, token_enrolment
+    from cloud_server.rounds import reputation
     from cloud_server.rounds.budget import resting
 
     certificate = fleet_certificates.certificate_facts(ledger).get(device.name)
@@ -139,6 +141,7 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
         "pending": pending_requests(ledger).get(device.name),
         "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
         "resting": resting(ledger, time.time()).get(device.name),
+        "quarantined": reputation.quarantined(ledger).get(device.name),
     }
 
 
@@ -149,15 +152,16 @@ def engine_of(device: Device) -> str:
 
 
 def pending_requests(ledger: Ledger) -> dict[str, str]:
-    """Device -> ``enroll`` or ``revoke``: its newest request that the aggregator has not carried out yet."""
+    """Device -> one of ``REQUESTS``: its newest request that the aggregator has not carried out yet."""
     requests = [(requested_at(value), *key.partition("/")[::2]) for key, value in ledger.requests().items()]
-    return {name: what for _, what, name in sorted(requests) if what in ("enroll", "revoke")}
+    return {name: what for _, what, name in sorted(requests) if what in REQUESTS}
 
 
 def _status(facts: dict[str, Any]) -> str:
     pending = f"{facts['pending']} pending" if facts["pending"] else ""
     resting = "not asked today" if facts["resting"] else ""
-    return ", ".join(filter(None, (facts["status"], pending, resting)))
+    quarantined = "quarantined" if facts["quarantined"] else ""
+    return ", ".join(filter(None, (facts["status"], quarantined, pending, resting)))
 
 
 def known_device(ledger: Ledger, fleet: Path, name: str) -> Device:
@@ -286,3 +290,33 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
 def revoked_text(name: str, running: bool) -> str:
     """What happens after ``revoke``. running: whether the aggregator runs."""
     return f"{name} leaves now" if running else f"{name} leaves when the aggregator runs"
+
+
+# Quarantine -----------------------------------------------------------------------------------------------------------
+
+
+@devices_app.command("quarantine")
+def devices_quarantine(fleet: FLEET, name: str, as_json: JSON = False) -> None:
+    """Ask a device for no updates, until it is released; it stays enrolled. Methods with duals restart them from zero.
+    """
+    _ask(fleet, name, "quarantine", f"{name} is asked for no updates", as_json)
+
+
+@devices_app.command("release")
+def devices_release(fleet: FLEET, name: str, as_json: JSON = False) -> None:
+    """Release a device from quarantine: rounds ask it again."""
+    _ask(fleet, name, "release", f"{name} is released", as_json)
+
+
+def _ask(folder: Path, name: str, what: str, done: str, as_json: bool) -> None:
+    """Leaves a request about an enrolled device. Raises ConfigError if there is none of this name."""
+    from cloud_server.records.fleet_folder import Fleet
+
+    fleet = Fleet.load(folder)
+    enrolled_device(fleet, name)
+    with Ledger(fleet.ledger_path, create=False) as ledger:
+        ledger.request(f"{what}/{name}", repr(time.time()))
+    running = fleet.running()
+    if as_json:
+        return terminal.show({"device": name, "asked": what, "aggregator": "on" if running else "off"})
+    print(f"{done} from now on" if running else f"{done} when the aggregator runs")

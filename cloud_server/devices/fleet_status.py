@@ -16,6 +16,7 @@ from cloud_server.records.ledger_tables import Round
 from cloud_server.reports import result
 from cloud_server.reports.result import Sums
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
+from cloud_server.rounds import reputation
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
@@ -29,7 +30,9 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
     invited = token_enrolment.open_tokens(ledger).keys() - enrolled
     programs = Counter(d.version for d in enrolled.values() if d.version)
     stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
-    used_up = resting(ledger, time.time())
+    used_up, shut_out = resting(ledger, time.time()), reputation.quarantined(ledger)
+    known = enrolled.keys() - shut_out
+    named = {name: why for name, why in reputation.suspects(ledger).items() if name in known}
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
         "paused": pause.is_paused(ledger), "finished": pause.last_closed(ledger) >= fleet.config.fleet.rounds,
@@ -40,7 +43,8 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         "not_on_yet": sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)]),
         "programs": dict(sorted(programs.items())), "totals": result.plain(sums or result.sums(ledger)),
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
-        **({"resting": used_up} if used_up else {}),
+        **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
+        **({"quarantined": shut_out} if shut_out else {}),
     }
 
 
@@ -61,6 +65,10 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
         yield f"stalled: {facts['stalled']}"
     for name, why in facts.get("resting", {}).items():
         yield f"{name} is not asked until 00:00 UTC, its share of the day is used up: {why}"
+    for name, why in facts.get("suspects", {}).items():
+        yield f"{name}: {why}; to ask it no more: metafleet devices quarantine {typed(fleet)} {name}"
+    for name, why in facts.get("quarantined", {}).items():
+        yield f"{name} is quarantined: {why}; to ask it again: metafleet devices release {typed(fleet)} {name}"
     if facts["off"]:
         yield (f"off since they took part: {', '.join(shortened(facts['off']))}; one that never comes back biases the "
                f"model: metafleet devices revoke {typed(fleet)} NAME")

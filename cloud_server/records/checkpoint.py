@@ -70,7 +70,7 @@ class Checkpoint:
     devices have, or None before the first round. lost: what the lossy codec left out of that round's model, or None.
     answers: in a simulation, the served model that devices have, without its delta; a fleet has a file of its own.
     deltas: of the last rounds, oldest first, each to the model of the one before; the last one leads to ``published``.
-    moving: the arrays that the round trained.
+    moving: the arrays that the round trained. robust: arrays that the robust rule remembers.
     """
 
     round: int
@@ -81,6 +81,7 @@ class Checkpoint:
     answers: ServedModel | None = None
     deltas: tuple[Delta, ...] = ()
     moving: Moving = EVERYTHING
+    robust: Params = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -109,6 +110,8 @@ class Checkpoints:
             roles["published"] = checkpoint.published
         if checkpoint.lost is not None:
             roles["lost"] = checkpoint.lost
+        if checkpoint.robust:
+            roles["robust"] = checkpoint.robust
         metadata = {
             "round": str(checkpoint.round), "dual_epoch": str(state.dual_epoch),
             "scalars": json.dumps(dict(state.scalars), sort_keys=True), **checkpoint.facts,
@@ -180,8 +183,7 @@ class Checkpoints:
         facts = {key: value for key, value in metadata.items() if key not in METADATA}
         return Checkpoint(
             round_number, state, roles.get("published"), roles.get("lost"), facts, _answers(roles, metadata),
-            _deltas(roles, metadata),
-            _moving(metadata),
+            _deltas(roles, metadata), _moving(metadata), roles.get("robust", {}),
         )
 
 

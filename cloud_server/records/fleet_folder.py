@@ -36,6 +36,8 @@ from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.protocol.signing import Signer, load_public
+from fleet_core.robust import settings as robust
+from fleet_core.robust.screening import Screening
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,19 @@ class Fleet:
         """0 if the server does not sum updates over rounds: what is not sent could not be made up for."""
         return self.config.link.skip_below if self.method.cumulative else 0.0
 
+    @property
+    def screening(self) -> Screening:
+        """What refuses, drops or changes updates when a round closes."""
+        return Screening(self.method, self.config.robust, self.config.link.max_update_norm)
+
     def remarks(self) -> list[str]:
         """What users may not expect of the method: what it sends, and which settings it overrides."""
         if not self.method.received:
             nothing = len(payloads.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
             return [f"{self.method.name} shares nothing: {text}"]
-        return [*self._privacy_remarks(), *self._overridden_settings(), *self._codec_remarks()]
+        rule = robust.remark(self.config.robust, self.method)
+        return [*self._privacy_remarks(), *self._overridden_settings(), *self._codec_remarks(), *[rule] * bool(rule)]
 
     def _privacy_remarks(self) -> list[str]:
         """What this method's messages reveal about a device's samples, beyond other methods'."""
@@ -260,7 +268,10 @@ def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
     method = METHODS[settings.fleet.method]
     hyper, problems = schema.read(method.hyper, settings.hyper)
     named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
-    named += select_arrays.check(settings.train, method)
+    named += [*select_arrays.check(settings.train, method), *robust.check(settings.robust, method)]
+    if settings.robust.quarantine and settings.robust.rule == robust.KRUM:
+        named.append(schema.Problem("robust.quarantine", "not with the rule krum, which drops its share of updates in "
+                                                         "every round, hostile or not: expected false"))
     if named:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         raise ConfigError("\n".join(config.located(problem, text, str(path)) for problem in named))

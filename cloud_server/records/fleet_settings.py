@@ -11,6 +11,7 @@ from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.layout import InputSpec
 from fleet_core.model.select_arrays import TrainSection
+from fleet_core.robust.settings import RobustSection
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
 SERVE_MIN_CHANGE = 0.001
@@ -63,7 +64,8 @@ class LinkSection:
     """broker: mqtt(s)://host:port; None for a private broker. enrolment: mqtts://host:port of the enrolment port; None
     for the port after the broker's. ca: PEM file, beside fleet.toml, of the authority that signs the broker's
     certificate; None for the fleet's own, ``system`` for those that the system trusts. plain: allow mqtt:// beyond this
-    machine. chunk_bytes: maximum payload of one publish."""
+    machine. chunk_bytes: maximum payload of one publish. max_update_norm: above it an update is refused; None for the
+    adaptive bound (``fleet_core.robust.norm_bound``)."""
 
     broker: str | None = None
     enrolment: str | None = None
@@ -77,8 +79,7 @@ class LinkSection:
     chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 24})
     skip_below: float = field(default=0.0, metadata={"min": 0, "max": 1, "about":
         "An update whose norm is below this share of the last rounds' mean is not sent (0.2, say); 0: all are."})
-    max_update_norm: float = field(default=1e4, metadata={"above": 0, "about":
-        "An update whose Euclidean norm is above this is refused."})
+    max_update_norm: float | None = field(default=None, metadata={"above": 0})
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,14 @@ class AlertsSection:
 
 
 @dataclass(frozen=True)
+class FleetRobustSection(RobustSection):
+    """What a simulation does not have."""
+
+    quarantine: bool = field(default=False, metadata={"about":
+        "true: a device that had most of its last ten updates refused is not asked until 'metafleet devices release'."})
+
+
+@dataclass(frozen=True)
 class FleetConfig:
     """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no limits. alerts:
     None for nobody who is told."""
@@ -133,6 +142,7 @@ class FleetConfig:
     model: ModelSection
     link: LinkSection = field(default_factory=LinkSection)
     train: TrainSection = field(default_factory=TrainSection)
+    robust: FleetRobustSection = field(default_factory=FleetRobustSection)
     hyper: Mapping[str, Any] = field(default_factory=dict)
     budget: BudgetSection | None = None
     alerts: AlertsSection | None = None
@@ -140,7 +150,8 @@ class FleetConfig:
 
 NOTES = {
     f"{section}.{key.name}": str(key.metadata["about"])
-    for section, kind in (("fleet", FleetSection), ("link", LinkSection), ("train", TrainSection))
+    for section, kind in (("fleet", FleetSection), ("link", LinkSection), ("train", TrainSection),
+                          ("robust", FleetRobustSection))
     for key in fields(kind)
     if "about" in key.metadata
 }

@@ -204,8 +204,8 @@ class Certificate(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Row):
-    """A completely received update. status: counted | refused | late. reason: of the last two. skipped: the device
-    sent a note that it is too small; counted as zero."""
+    """A completely received update. status: counted | refused | late. reason: of the last two, and of a counted update
+    of which a robust rule left little. skipped: the device sent a note that it is too small; counted as zero."""
 
     table = "updates"
     key = ("round", "device", "update_id")

@@ -2,5 +2,6 @@
 
 ``device_messages`` takes what devices send to its part: ``uploads`` grants chunks, ``update_receiver`` checks, accepts
 or refuses, ``round_costs`` adds up bytes and joules. ``server_rule`` closes the round. ``members`` knows who belongs
-and who is on, ``waiting`` how long to wait, ``budget`` when to stop. ``cloud_server.running`` imports it.
+and who is on, ``waiting`` how long to wait, ``budget`` when to stop, ``reputation`` who is refused in most rounds.
+``cloud_server.running`` imports it.
 """

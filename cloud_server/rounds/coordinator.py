@@ -22,6 +22,7 @@ from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger import Ledger, requested_at
 from cloud_server.records.ledger_tables import Invitation
+from cloud_server.rounds import reputation
 from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.parts import assemble
 from fleet_core.base.errors import CodecError, FleetError, StateError
@@ -192,6 +193,10 @@ class Coordinator:
                 disk_errors.with_reserve(
                     self.fleet.folder, partial(self._revoke, name, requested_at(value) or self._now())
                 )
+            elif what == "quarantine":
+                self._quarantine(name, "an operator asked for it")
+            elif what == "release":
+                self._members.release(name, self.checkpoint.round)
             else:
                 continue
             self.ledger.remove_request(key, value)
@@ -203,6 +208,12 @@ class Coordinator:
             self._device_messages.tell_revoked(name, self._members.boot(name))  # before the broker denies it everything
         self._parts.enrolments.revoke(name, asked_at)
         self._parts.receiver.drop(name)
+
+    def _quarantine(self, name: str, why: str) -> None:
+        """At once: the open round does without the device's update, and the next one makes up for its dual."""
+        self._members.quarantine(name, why)
+        if name in self._members.quarantined:
+            self._parts.receiver.withdraw(name)
 
     # Open a round -----------------------------------------------------------------------------------------------------
 
@@ -276,7 +287,8 @@ class Coordinator:
     # Close a round ----------------------------------------------------------------------------------------------------
 
     def _close_if_due(self, opened: OpenRound) -> None:
-        asked = [name for name in opened.cohort if self._members.enrolled(name)]
+        asked = [name for name in opened.cohort
+                 if self._members.enrolled(name) and name not in self._members.quarantined]
         open_ones = [name for name in asked if name not in opened.received and name not in opened.failed]
         wanted = max(1, math.ceil(self.config.fleet.quorum * len(asked)))
         due = self._clock() > opened.deadline
@@ -316,12 +328,12 @@ class Coordinator:
         members = max(len(self._members.members()), len(opened.received))
         updates = self._parts.spool.updates(opened.number, opened.received)
         try:
-            checkpoint = self._rule.closing(opened, updates, members)
+            checkpoint, screened = self._rule.closing(opened, updates, members)
         except (StateError, CodecError) as error:
             return self._take_up_again(error)
         self._parts.checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
         with self.ledger.transaction():
-            self._parts.receiver.record_counted(opened)
+            self._parts.receiver.record(opened, screened)
             self._members.took_part(opened.received, opened.model.model)
             self._rounds.close(opened, members)
             self._parts.codecs.close(opened, checkpoint.state)
@@ -329,7 +341,10 @@ class Coordinator:
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")
-        self._parts.receiver.end()
+        self._parts.receiver.end(opened.number, screened)
+        if self.config.robust.quarantine:
+            for name, why in reputation.suspects(self.ledger).items():
+                self._quarantine(name, why)
         self._parts.served.serve_if_due(checkpoint)
 
 

@@ -15,6 +15,7 @@ from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.records.fleet_settings import LinkSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device
+from cloud_server.rounds import reputation
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.model import choose_codec
@@ -55,7 +56,8 @@ class Members:
     """The devices of one fleet, in memory and in the ledger.
 
     everyone: enrol every device that announces itself. cannot(presence): why a device cannot take part, or None.
-    ``resting``: device -> why it is not asked today (see ``budget``).
+    ``resting``: device -> why it is not asked today (see ``budget``). ``quarantined``: device -> why it is no member
+    until it is released (see ``reputation``).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Members:
         self._ready: set[str] = set()
         self._plain: set[str] = set()
         self.resting: Mapping[str, str] = {}
+        self.quarantined: Mapping[str, str] = reputation.quarantined(ledger)
         self.leaves = int(ledger.fact("leaves") or "0")
         for device in ledger.each(Device):
             self._know(device)
@@ -193,6 +196,34 @@ class Members:
                 self._count_leave()
         self._log(f"{name} revoked")
 
+    def quarantine(self, name: str, why: str) -> None:
+        if not self.enrolled(name) or name in self.quarantined:
+            return
+        was_member = name in self._members
+        with self._ledger.transaction():
+            self._keep_quarantined({**self.quarantined, name: why})
+            if was_member:
+                self._count_leave()
+        self._know(self._row(name))
+        self._log(f"{name} is quarantined, no round asks it: {why}")
+
+    def release(self, name: str, closed: int) -> None:
+        """closed: the last closed round."""
+        if name not in self.quarantined:
+            return
+        with self._ledger.transaction():
+            self._keep_quarantined({device: why for device, why in self.quarantined.items() if device != name})
+            reputation.note_release(self._ledger, name, closed)
+        row = self._row(name)
+        self._know(row)
+        if name in self._members and row.state == "on" and row.cannot is None:
+            self._ready.add(name)
+        self._log(f"{name} is released from quarantine")
+
+    def _keep_quarantined(self, devices: Mapping[str, str]) -> None:
+        reputation.keep(self._ledger, devices)
+        self.quarantined = devices
+
     # Presence ---------------------------------------------------------------------------------------------------------
 
     def heard(self, name: str) -> None:
@@ -304,7 +335,7 @@ class Members:
             boot = str(device.capabilities.get("boot", ""))
             known = self._devices[name] = _Known(enrolled, device.new, device.took_part, boot)
         known.enrolled, known.new, known.took_part = enrolled, device.new, device.took_part
-        if enrolled and not device.new:
+        if enrolled and not device.new and name not in self.quarantined:
             self._members.add(name)
         else:
             for group in (self._members, self._ready, self._awaited):

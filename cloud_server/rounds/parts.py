@@ -101,7 +101,7 @@ def assemble(
     manifests = Manifests(
         fleet, models, served, ledger, publisher, codecs, graph=graph, steps=steps, layout=layout,
         max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
-        resting=lambda: members.resting.keys(), packed=members.read_packed,
+        resting=lambda: members.resting.keys() | members.quarantined.keys(), packed=members.read_packed,
     )
     served.resume(rule.checkpoint)
     return Parts(

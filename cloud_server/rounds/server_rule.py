@@ -17,6 +17,7 @@ from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.model.layout import Layout
 from fleet_core.model.skipped_updates import Measured
+from fleet_core.robust.screening import Screened
 
 
 class RuleState:
@@ -27,6 +28,7 @@ class RuleState:
         log: Callable[[str], None],
     ):
         self._method, self._hyper, self._skip_below = fleet.method, fleet.hyper, fleet.skip_below
+        self._screening = fleet.screening
         self._checkpoints, self._members, self._log = checkpoints, members, log
         self.checkpoint = self._resumed(fleet, layout, ledger)
 
@@ -78,16 +80,21 @@ class RuleState:
             state = rule.joined(state, count)
         return state
 
-    def closing(self, opened: OpenRound, updates: Iterable[Update], members: int) -> Checkpoint:
-        """The checkpoint after a round with these updates; nothing is written yet. Raises StateError or CodecError for
-        an update that is not as it was received."""
+    def closing(
+        self, opened: OpenRound, updates: Iterable[Update], members: int
+    ) -> tuple[Checkpoint, Screened]:
+        """(the checkpoint after a round with these updates, which of them it uses); nothing is written yet. Raises
+        StateError or CodecError for an update that is not as it was received."""
         joined = self._reconciled(len(self._members.members()), leaving=False)
         rule, moving = self._method.server, opened.arrays.moving
         as_received = replace(rule.as_received(joined, trees.widened(opened.published)), round=opened.number)
-        passing = Measured(updates, self._skip_below)
+        screened = self._screening.screen(updates, self.checkpoint.facts, self.checkpoint.robust, opened.measures)
+        passing = Measured(screened.used, self._skip_below)
         state = freezing.apply(rule, as_received, passing, members, self._hyper, moving)
-        facts = {**passing.facts(self.checkpoint.facts), "members": str(members)}
+        facts = {**passing.facts(screened.facts), "members": str(members)}
         deltas = opened.chain.kept if self.checkpoint.moving.everything else ()
-        return Checkpoint(
-            opened.number, state, opened.published, opened.lost, facts, deltas=deltas, moving=moving
+        checkpoint = Checkpoint(
+            opened.number, state, opened.published, opened.lost, facts, deltas=deltas, moving=moving,
+            robust=screened.arrays,
         )
+        return checkpoint, screened

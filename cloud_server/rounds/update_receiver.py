@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from cloud_server.broadcast.open_round import OpenRound, Rounds
 from cloud_server.broadcast.round_codecs import RoundCodecs
@@ -17,14 +14,17 @@ from cloud_server.records.spool import Spool
 from cloud_server.rounds.members import Members
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
-from fleet_core.algorithms.interface import ServerRule
-from fleet_core.base import storage, trees
+from fleet_core.algorithms.interface import Payload, ServerRule
+from fleet_core.algorithms.interface import Update as Received
+from fleet_core.base import storage
 from fleet_core.base.errors import FleetError, MessageError
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.model.skipped_updates import is_note
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
+from fleet_core.robust.norm_bound import Measure
+from fleet_core.robust.screening import Screened
 
 REFUSALS_NOTED = 8
 REASON = 500  # characters
@@ -44,7 +44,7 @@ class UpdateReceiver:
         rule: RuleState, members: Members, codecs: RoundCodecs, tell: Callable[[str, Down], None], *,
         clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
     ):
-        self._link, self._method, self._layout = fleet.config.link, fleet.method, layout
+        self._screening, self._method, self._layout = fleet.screening, fleet.method, layout
         self._layout_hash, self._codecs = layout_hash, codecs
         self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
         self._tell, self._now, self._log = tell, now, log
@@ -63,18 +63,19 @@ class UpdateReceiver:
         self._spool.clear(keep=opened.number)
         for device, manifest in self._spool.manifests(opened.number).items():
             try:
-                reason = self._refusal(device, opened.number, manifest)
-                if not reason:
-                    self._spool.check(opened.number, device, manifest)
+                opened.receive(device, manifest, self._taken_up(device, opened.number, manifest))
             except FleetError as error:
                 if storage.is_disk_error(error) and not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                reason = str(error)
-            if reason:
-                self._log(f"round {opened.number}: the kept update of {device} is dropped: {reason}")
+                self._log(f"round {opened.number}: the kept update of {device} is dropped: {error}")
                 self._spool.drop(opened.number, device)
-            else:
-                opened.receive(device, manifest)
+
+    def _taken_up(self, device: str, number: int, manifest: UploadManifest) -> Measure:
+        """Of an update in the spool. Raises FleetError if it is not intact, or not of the open round."""
+        if reason := self._refusal(device, number, manifest):
+            raise MessageError(reason)
+        self._spool.check(number, device, manifest)
+        return self._screening.measure(self._spool.read(number, device, manifest))
 
     def tick(self) -> None:
         self._uploads.tick()
@@ -83,13 +84,32 @@ class UpdateReceiver:
         """Forgets the upload of a device that is gone."""
         self._uploads.drop(device)
 
-    def record_counted(self, opened: OpenRound) -> None:
-        """Writes the received updates into the ledger as counted."""
-        for device, manifest in opened.received.items():
-            self._ledger.put(self._row(opened.number, device, manifest, "counted"))
+    def withdraw(self, device: str) -> None:
+        """Forgets the upload of a device that is quarantined, and its update of the open round."""
+        self.drop(device)
+        opened = self._rounds.open
+        if opened is not None and device in opened.cohort:
+            opened.received.pop(device, None)
+            opened.measures.pop(device, None)
+            self._spool.drop(opened.number, device)
+            opened.fail(device, "quarantined")
 
-    def end(self) -> None:
-        """The round is closed: refuses uploads in progress."""
+    def record(self, opened: OpenRound, screened: Screened) -> None:
+        """Writes the received updates into the ledger, as counted or refused; the round has the refused ones no more.
+        """
+        for device, reason in screened.refused.items():
+            manifest = opened.received.pop(device)
+            opened.fail(device, reason)
+            self._ledger.put(self._row(opened.number, device, manifest, "refused", reason))
+        for device, manifest in opened.received.items():
+            self._ledger.put(self._row(opened.number, device, manifest, "counted", screened.remarks.get(device, "")))
+
+    def end(self, closed: int, screened: Screened) -> None:
+        """The round is closed: tells devices whose update was refused at its close, refuses uploads in progress."""
+        for device, reason in screened.refused.items():
+            self._log(f"round {closed}: {device}: update refused: {reason}")
+            for row in self._ledger.rows(Update, round=closed, device=device, status="refused", reason=reason):
+                self._tell(device, Down("reject", closed, row.update_id, ok=False, reason=reason))
         for device, number, manifest in self._uploads.clear():
             self._refuse(device, number, manifest, "the round is closed")
 
@@ -134,12 +154,12 @@ class UpdateReceiver:
         manifest, inbox = whole
         try:
             data = inbox.take()
-            self._verify(manifest, data)
+            measure = self._verify(device, manifest, data)
         except FleetError as error:
             return self._refuse(device, number, manifest, str(error))
         self._members.on_update(device, manifest.after, *self._rule.history())
         self._spool.put(number, device, manifest, data)
-        opened.receive(device, manifest)
+        opened.receive(device, manifest, measure)
         self._say_cut(device, manifest)
         self._tell(device, Down("done", number, manifest.id))
 
@@ -161,6 +181,8 @@ class UpdateReceiver:
         opened, dual_epoch = self._rounds.open, self._rule.checkpoint.state.dual_epoch
         if opened is None or number != opened.number:
             return "the round is closed"
+        if device in self._members.quarantined:
+            return "quarantined: 'metafleet devices release' lets the device back in"
         if device not in opened.cohort:
             return "not in this round's cohort"
         accepted = self._codecs.accepted(opened.codecs["up"].codec)
@@ -175,7 +197,7 @@ class UpdateReceiver:
             "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
-        bound = self._link.max_update_norm
+        bound = self._screening.ceiling
         wrong += [f"{name} is {v:g}, above {bound:g}" for name, v in manifest.scalars.items() if not abs(v) <= bound]
         loss = manifest.metrics.get("loss", 0.0)
         claims = {"samples": (manifest.samples, MOST_SAMPLES), "loss": (loss, LARGEST_LOSS)}
@@ -185,20 +207,20 @@ class UpdateReceiver:
             wrong += filter(None, [self._members.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)
 
-    def _verify(self, manifest: UploadManifest, data: bytes) -> None:
+    def _verify(self, device: str, manifest: UploadManifest, data: bytes) -> Measure:
         """Raises CodecError for arrays of another layout and values that are not finite, MessageError for a norm over
-        the bound (per sample where updates add up over samples).
+        the constant bound (per sample where updates add up over samples).
 
         The decoded arrays are not kept: the spool holds the encoded bytes, and closing decodes one update after the
         other, so that memory does not grow with the cohort.
         """
         part = self._layout.part(self._layout.moving(manifest.train))
         params = payloads.decode(manifest.codec, data, part, self._method.shared)
-        length, bound = norm(params), self._link.max_update_norm
-        if not self._method.cumulative:
-            length /= max(1, manifest.samples)
-        if not math.isfinite(length) or length > bound:
-            raise MessageError(f"an update of norm {length:.3g}", expected=f"at most {bound:g}")
+        measure = self._screening.measure(Received(device, Payload(params), manifest.samples))
+        bound = self._screening.ceiling
+        if not measure.whole <= bound:
+            raise MessageError(f"an update of norm {measure.whole:.3g}", expected=f"at most {bound:g}")
+        return measure
 
     def _refuse(self, device: str, number: int, manifest: UploadManifest, reason: str) -> None:
         reason = reason[:REASON]  # it quotes the device
@@ -220,9 +242,3 @@ class UpdateReceiver:
             reason=reason, skipped=is_note(manifest.codec),
         )
 
-
-def norm(params: trees.Params) -> float:
-    """Euclidean norm of float32 arrays; infinite for values whose squares float32 cannot hold."""
-    with np.errstate(over="ignore"):
-        flat = (array.ravel() for named in params.values() for array in named.values())
-        return math.sqrt(sum(float(np.dot(array, array)) for array in flat))

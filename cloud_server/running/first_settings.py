@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cloud_server.records.fleet_settings import NOTES, FleetSection, LinkSection
+from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, LinkSection
 from cloud_server.running import codec_catalogue, method_catalogue
 from fleet_core.base import config, schema
 from fleet_core.base.errors import DataError
@@ -95,8 +95,8 @@ def toml_with_defaults(tables: Mapping[str, Any]) -> str:
     link = schema.plain(LinkSection())
     defaults = {
         "fleet": schema.plain(FleetSection(tables["fleet"]["name"])), "train": schema.plain(TrainSection()),
-        "link": {key: link[key] for key in ("up", "down", "skip_below", "max_update_norm")},
+        "link": {key: link[key] for key in ("up", "down", "skip_below")}, "robust": schema.plain(FleetRobustSection()),
     }
     whole = {**tables, **{name: {**known, **tables.get(name, {})} for name, known in defaults.items()}}
-    ordered = {name: whole[name] for name in ("fleet", "model", "train", "link", "hyper") if name in whole}
+    ordered = {name: whole[name] for name in ("fleet", "model", "train", "link", "robust", "hyper") if name in whole}
     return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

@@ -50,11 +50,13 @@ class PendingUpdates:
         pending = self.pending
         if down.t == "need":
             return self._uploader.on_need(down)
-        if pending is None or not self._uploader.active or (down.r, down.id) != (pending.round, pending.upload.id):
+        if pending is None or (down.r, down.id) != (pending.round, pending.upload.id):
+            return
+        if down.t == "reject":  # also at the round's close, long after the upload
+            self._log(f"round {down.r}: the update was refused: {down.reason}")
+        if not self._uploader.active:
             return
         self._uploader.stop()  # only a signed record decides whether to commit
-        if down.t == "reject":
-            self._log(f"round {down.r}: the update was refused: {down.reason}")
         self._reporter.enter("idle" if down.t == "done" else "refused")
         self._reporter.report()
 

@@ -137,9 +137,11 @@ class ClientRule:
 class ServerRule:
     """The aggregator half. Subclasses override what they need. serves: what the served model is, for planned costs:
     the training ``model``, the ``mean`` of members' models (the training model while every member takes part), or
-    ``another``."""
+    ``another``. sums: ``apply`` needs of the updates their sum or mean alone, so that a robust one may take its place
+    (``fleet_core.robust``)."""
 
     serves: ClassVar[str] = "model"
+    sums: ClassVar[bool] = False
 
     def init(self, first: Params, hyper: Any) -> ServerState:
         """first: initial values of every group that goes down; groups that are not the model's own are zero."""

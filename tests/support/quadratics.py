@@ -28,6 +28,7 @@ from fleet_core.model.layout import MODEL_GROUPS as GROUPS
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 from fleet_core.model.payloads import Sent
 from fleet_core.model.skipped_updates import Measured
+from fleet_core.robust.screening import Screened, Screening
 
 Vector = NDArray[np.float64]
 Send = Callable[[Params, Params | None], Sent]
@@ -143,7 +144,8 @@ class QuadraticFleet:
     measures: gradients that a device's round takes beyond its steps. commits_anyway: a device commits even when its
     update was not counted (wrong). role: the state of device and server whose mean the identities are about. dual:
     which delta the dual follows; ``agent`` is the product's rule: the decoded one where there is no feedback.
-    skip_below: as in a fleet; ``skipped`` and ``trained`` count updates.
+    skip_below, screening: as in a fleet; ``skipped`` and ``trained`` count updates. lie(device, update): what a device
+    sends in place of its update, before it is screened.
     """
 
     client: ClientRule
@@ -160,9 +162,13 @@ class QuadraticFleet:
     dual: str = "agent"
     role: str = "dual"
     skip_below: float = 0.0
+    screening: Screening | None = None
+    lie: Callable[[str, Params], Params] | None = None
 
     def __post_init__(self) -> None:
         self.facts: dict[str, str] = {}
+        self.robust: Params = {}
+        self.used: list[Update] = []
         self.skipped = self.trained = 0
         self.devices = {name: Device(loss, i) for i, (name, loss) in enumerate(self.losses.items(), start=1)}
         first = trees.widened(LAYOUT.extended(self.down, GROUPS).zeros((*self.down, *self.given, *self.personal)))
@@ -190,15 +196,24 @@ class QuadraticFleet:
         names = aggregation.order(n for n in active or self.devices if self.devices[n].pending is None)
         given = {name: self.server.per_device(self.state, name) for name in names}
         updates = {name: self._train(self.devices[name], name, broadcast.beside(given[name]), moving) for name in names}
-        counted = [update for name, update in updates.items() if name not in lost]
-        self.counted[self.number] = {update.device for update in counted}
+        counted = [self._claimed(update) for name, update in updates.items() if name not in lost]
+        screened = Screened(counted, facts=self.facts)
+        if counted and self.screening is not None:
+            screened = self.screening.screen(counted, self.facts, self.robust)
+        self.facts, self.robust, self.used = dict(screened.facts), screened.arrays, list(screened.used)
+        self.counted[self.number] = {update.device for update in self.used}
         if counted:
-            passing = Measured(counted, self.skip_below)
+            passing = Measured(self.used, self.skip_below)
             self.state = freezing.apply(self.server, before, passing, len(self.devices), self.hyper, moving)
             self.facts = passing.facts(self.facts)
         for name, device in self.devices.items():
             if name not in unheard:
                 self._settle(name, device)
+
+    def _claimed(self, update: Update) -> Update:
+        if self.lie is None:
+            return update
+        return replace(update, payload=replace(update.payload, groups=self.lie(update.device, update.payload.groups)))
 
     def _train(self, device: Device, name: str, broadcast: Payload, moving: Moving) -> Update:
         if device.epoch != self.state.dual_epoch:  # state of another epoch is set aside

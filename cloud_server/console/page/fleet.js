@@ -88,6 +88,7 @@ export function state(d) {
   if (d.status === "revoked") return "revoked";
   if (d.pending) return `${d.pending} pending`;
   if (d.status === "invited") return "invited, not on yet";
+  if (d.quarantined) return "quarantined";
   if (d.rests) return "rests until tomorrow";
   if (d.state !== "on") return d.phase ? "off" : "not on yet";
   return d.phase ?? "on";
@@ -96,7 +97,7 @@ export function state(d) {
 export function kind(d) {
   if (d.status === "revoked") return "gone";
   if (d.cannot) return "bad";
-  if (d.pending || d.status === "invited" || d.rests) return "waits";
+  if (d.pending || d.status === "invited" || d.rests || d.quarantined) return "waits";
   return d.state === "on" ? "on" : "off";
 }
 
@@ -122,7 +123,7 @@ function tile(device) {
     text(moved, updown(d.payload));
     text(energy, joules(d.joules?.value));
     tick(d);
-    const words = d.cannot ? `cannot: ${d.cannot}` : d.rests ? d.rests
+    const words = d.cannot ? `cannot: ${d.cannot}` : d.quarantined ? `quarantined: ${d.quarantined}` : d.rests ? d.rests
       : d.trouble ? `round ${d.trouble.round}, ${d.trouble.what}: ${d.trouble.text}` : "";
     text(trouble, words);
     trouble.hidden = !words;

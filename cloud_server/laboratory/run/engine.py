@@ -45,6 +45,7 @@ from fleet_core.model.choose_codec import Choice, Past
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.model.skipped_updates import Measured
 from fleet_core.protocol import cohort
+from fleet_core.robust.screening import Screening
 
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
@@ -82,6 +83,7 @@ class Engine:
         self._saved, self._unsaved = lab.clock(), set[str]()
         self._codecs = lab.experiment.codecs(self._method)
         self._arrays = RunArrays(lab.experiment.train, lab.layout, self._method)
+        self._screening = Screening(self._method, lab.experiment.robust, lab.experiment.max_update_norm)
         self._skip_below = lab.experiment.skip_below if self._method.cumulative else 0.0  # as in a fleet
         self._past: list[Mapping[str, Any]] = []
         self._downloads = ModelDownloads(lab.experiment, run, lab.workload.names, self._arrays, self._past)
@@ -133,15 +135,20 @@ class Engine:
             number, tuple(asked), broadcast, before.round, chosen["up"].codec, per_device, least_norm, arrays.moving
         )
         sending = self._averaged(number, asked)
-        learned = [self._take(one, taken, one.client in sending) for one in self._lab.executor.learn(task)]
+        results = self._lab.executor.learn(task)
+        learned = [self._take(one, taken, number, averaged=one.client in sending) for one in results]
         counted = [one for one in learned if not one.error]
         if not any(one.averaged for one in counted):
             raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
         rule, members = self._method.server, len(self._lab.workload.names)
         as_received = replace(rule.as_received(before.state, trees.widened(sent.decoded)), round=number)
-        passing = Measured(taken, self._skip_below)
+        screened = self._screening.screen(taken, before.facts, before.robust)
+        passing = Measured(screened.used, self._skip_below)
         state = freezing.apply(rule, as_received, passing, members, self._hyper, arrays.moving)
         taken.clear()
+        learned = [self._discarded(one, number, screened.refused[one.client]) if one.client in screened.refused else one
+                   for one in learned]
+        counted = [one for one in learned if not one.error]
         plain = self._lab.experiment.codec_down == PLAIN
         down_bytes = self._downloads.of_round(sent, before) + per_device_bytes(per_device, plain=plain)
         row = round_figures.of_round(number, self._method, learned, down_bytes, self._lab.costs)
@@ -152,8 +159,10 @@ class Engine:
         row |= self._arrays.figures(arrays, state, sent.decoded)
         self._spent.add(row)
         deltas = () if sent.chain is None else sent.chain.kept
-        facts = {**passing.facts(before.facts), SINCE: str(model_since(before) if sent.same else number)}
-        after = Checkpoint(number, state, sent.decoded, sent.lost, facts, before.answers, deltas, arrays.moving)
+        facts = {**passing.facts(screened.facts), SINCE: str(model_since(before) if sent.same else number)}
+        after = Checkpoint(
+            number, state, sent.decoded, sent.lost, facts, before.answers, deltas, arrays.moving, screened.arrays
+        )
         self._past.append(row)
         self._arrays.add(row)
         if self._due(number):
@@ -196,11 +205,20 @@ class Engine:
             same, made.moving,
         )
 
-    def _take(self, one: TrainedDevice, taken: _Taken, averaged: bool) -> TrainedDevice:
+    def _take(self, one: TrainedDevice, taken: _Taken, number: int, *, averaged: bool) -> TrainedDevice:
         """Keeps the update for the closing, and the rest for the figures."""
         if one.update is not None and averaged:
-            taken.add(Update(one.client, one.update, one.samples))
+            update = Update(one.client, one.update, one.samples)
+            if not (length := self._screening.measure(update).whole) <= self._screening.ceiling:
+                why = f"an update of norm {length:.3g}, expected at most {self._screening.ceiling:g}"
+                return self._discarded(replace(one, update=None), number, why)
+            taken.add(update)
         return replace(one, update=None, averaged=averaged)
+
+    def _discarded(self, one: TrainedDevice, number: int, why: str) -> TrainedDevice:
+        """A device whose update of round ``number`` is refused keeps the state that it had before."""
+        self._store.clients.forget(one.client, number)
+        return replace(one, error=why)
 
     # Evaluate ---------------------------------------------------------------------------------------------------------
 

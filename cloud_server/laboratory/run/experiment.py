@@ -27,6 +27,8 @@ from fleet_core.data.sets.registry import entries
 from fleet_core.model import select_arrays
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.select_arrays import TrainSection
+from fleet_core.robust import settings as robust
+from fleet_core.robust.settings import RobustSection
 
 PLAIN = "none"
 PRECISIONS = ("float32", "bfloat16")
@@ -132,8 +134,8 @@ class Experiment:
     train only for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
     four bytes per value and is lossless. skip_below: as in a fleet. board: a profile or its file, with constants for
     joules. precision: ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything
-    else of a method stay float32. A fleet trains in float32. train: which arrays rounds train and send, as in
-    fleet.toml."""
+    else of a method stay float32. A fleet trains in float32. train: which arrays rounds train and send. robust,
+    max_update_norm: which updates are used. All three as in fleet.toml."""
 
     data: DataSection
     model: ModelSection
@@ -150,6 +152,8 @@ class Experiment:
     board: str | None = field(default=None, metadata={"max_length": 4096})
     precision: str = field(default=PRECISIONS[0], metadata={"choices": PRECISIONS})
     train: TrainSection = field(default_factory=TrainSection)
+    robust: RobustSection = field(default_factory=RobustSection)
+    max_update_norm: float | None = field(default=None, metadata={"above": 0})
 
     def codecs(self, method: Method) -> dict[str, str]:
         """Way -> codec, ``none`` or ``auto``; as in a fleet nothing lossy for sums over samples."""
@@ -252,6 +256,7 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
         yield schema.Problem("method", "no method is named")
     for name in dict.fromkeys(section.name for section in found.method):
         yield from select_arrays.check(found.train, METHODS[name])
+        yield from robust.check(found.robust, METHODS[name])
     grids = [problem for i, section in enumerate(found.method) for problem in _grid_checks(f"method[{i}]", section)]
     yield from grids or _run_checks(found)
 

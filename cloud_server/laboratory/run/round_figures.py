@@ -72,7 +72,7 @@ def of_round(
     sent = [one for one in counted if one.averaged]
     skipped = sum(one.skipped for one in sent)
     paper = method.paper_models or (method.models_down, method.models_up)
-    up = sum(one.payload_bytes for one in sent)
+    up = sum(one.payload_bytes for one in learned if one.averaged)  # a refused update was sent too
     row: dict[str, Any] = {
         "round": number,
         "loss": statistics.fmean(one.loss for one in counted),

@@ -58,6 +58,10 @@ class Clients:
         for _, path in [found for found in _files(self._of(client)) if found[0] <= number][:-1]:
             path.unlink(missing_ok=True)
 
+    def forget(self, client: str, number: int) -> None:
+        """Drops the state that ``save`` has written for a round whose update does not count."""
+        (self._of(client) / f"round-{number:09d}.safetensors").unlink(missing_ok=True)
+
     def forget_after(self, number: int) -> None:
         """Drops what was written for rounds that do not count."""
         for folder in self._folder.glob("*"):

@@ -72,6 +72,8 @@ class AverageClient(ClientRule):
 class AverageServer(ServerRule):
     """w ← 1/P Σ w_i over the devices that took part, or a step of the server's optimizer in that direction."""
 
+    sums = True
+
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Averaging) -> ServerState:
         model, memory, scalars = moved(state, mean(updates, hyper), hyper)
         return replace(state, model=model, served=model, memory=memory, scalars=scalars)

@@ -63,6 +63,7 @@ class DynClient(ClientRule):
 class DynServer(ServerRule):
     """g ← g − α/m Σ (w_i − w^t); w ← mean(w_i) − g/α (Update₁, Alg. 2; note 1/m, not 1/P)."""
 
+    sums = True
     serves = "another"
 
     def init(self, first: Params, hyper: Dyn) -> ServerState:

@@ -71,6 +71,8 @@ class GradientClient(ClientRule):
 class GradientServer(ServerRule):
     """w ← w − β/P Σ g_u, or a step of Adam or Yogi; in the appendix's form, the mean of the models."""
 
+    sums = True
+
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: FedMeta) -> ServerState:
         if hyper.form == "appendix":
             return AverageServer().apply(state, updates, members, hyper.averaging())

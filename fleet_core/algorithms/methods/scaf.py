@@ -74,6 +74,7 @@ class ScafClient(ClientRule):
 class ScafServer(ServerRule):
     """w ← mean(w_i); g ← g + 1/m Σ (g_i^new − g_i^old). The served model is the running mean of PFLDyn's page."""
 
+    sums = True
     serves = "mean"
 
     def init(self, first: Params, hyper: Scaf) -> ServerState:

@@ -24,6 +24,7 @@ from fleet_core.base import config, processes
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.learning.architectures import MODELS
 from fleet_core.model.select_arrays import TrainSection
+from fleet_core.robust.settings import RobustSection
 from tests.cloud_server.laboratory.test_advise import written
 from tests.cloud_server.laboratory.test_compare import ended
 from tests.support.cli import Run, runner
@@ -331,7 +332,8 @@ def keys() -> set[str]:
         section = {"data": experiments.DataSection, "partition": experiments.PartitionSection,
                    "model": experiments.ModelSection,
                        "evaluation": experiments.EvaluationSection, "budget": experiments.Budget,
-                   "method": experiments.MethodSection, "train": TrainSection}.get(part.name)  # fmt: skip
+                   "method": experiments.MethodSection, "train": TrainSection,
+                   "robust": RobustSection}.get(part.name)  # fmt: skip
         found |= {f"{part.name}.{f.name}" for f in dataclasses.fields(section)} if section else {part.name}
     return found
 

@@ -26,6 +26,7 @@ from fleet_core.model.choose_codec import WAYS
 from tests.support import lab
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.lab import EPISODES
+from tests.support.liars import lie
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
@@ -42,6 +43,7 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 def run_fleet(
     folder: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS, devices: int = 3,
     hidden: int = 6, seed: int = 3, cohort: int = 2, skip_below: float = 0.0, train: dict[str, Any] | None = None,
+    rule: str = "none",
 ) -> World:
     """Until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {json.dumps(value)}" for name, value in hyper.items() if name != "local_steps")
@@ -50,7 +52,7 @@ def run_fleet(
         link=f'up = "{codec}"\ndown = "{codec}"\nskip_below = {skip_below}',
     )
     text = text.replace(f"serve_every = {rounds}", "serve_every = 2").replace("hidden = [6]", f"hidden = [{hidden}]")
-    w = world(folder, f"{text}\n{config.toml({'train': train or {}})}")
+    w = world(folder, f"{text}\n{config.toml({'train': train or {}, 'robust': {'rule': rule}})}")
     w.start_server()
     for n in range(devices):
         w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
@@ -68,7 +70,8 @@ def fleet_server(w: World) -> dict[str, Params]:
     closed = w.server.checkpoint
     deltas = {f"{k:03}": np.frombuffer(one.data, np.uint8) for k, one in enumerate(closed.deltas)}
     state = {"model": closed.state.model, "served": closed.state.served, **closed.state.memory}
-    return {**state, "published": closed.published, **({"deltas": {"data": deltas}} if deltas else {})}
+    return {**state, "published": closed.published, **({"deltas": {"data": deltas}} if deltas else {}),
+            **({"robust": closed.robust} if closed.robust else {})}
 
 
 def fleet_device(w: World, name: str) -> dict[str, bytes]:
@@ -114,6 +117,17 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     compare_with_a_fleet(tmp_path, method, hyper, codec, skip_below=skip_below)
 
 
+@pytest.mark.parametrize("rule", ["none", "clip", "median", "trimmed", "krum", "history"])
+def test_with_a_liar_a_run_computes_what_a_fleet_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """What a rule remembers too, and the state of a device whose updates are refused."""
+    lie(monkeypatch, {"d1": -100.0})
+    store = compare_with_a_fleet(tmp_path, "pfldyn-proto", EPISODES, "int8", rule=rule, cohort=3)
+    assert all(set(row["errors"]) == {"d1"} for row in store.rounds())
+    assert all(row["participants"] == 2 for row in store.rounds())
+
+
 FROZEN: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "the head of a shared model": ("fedavg", TUNED, "int8", {"only": ["head.*"]}),
     "a body of which a part moves": ("pfldyn-proto", EPISODES, "int8", {"only": ["layers.0.weight"]}),
@@ -155,13 +169,14 @@ def test_a_run_that_trains_a_part_computes_what_a_fleet_computes(
 
 def compare_with_a_fleet(
     tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS,
-    skip_below: float = 0.0, train: dict[str, Any] | None = None,
+    skip_below: float = 0.0, train: dict[str, Any] | None = None, rule: str = "none", cohort: int = 2,
 ) -> Store:
-    w = run_fleet(tmp_path / "fleet", method, hyper, codec, rounds=rounds, skip_below=skip_below, train=train)
+    w = run_fleet(tmp_path / "fleet", method, hyper, codec, rounds=rounds, skip_below=skip_below, train=train,
+                  rule=rule, cohort=cohort)
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
                            codec_down=codec, skip_below=skip_below, budget={"rounds": rounds}, evaluation={"every": 2},
-                           train=train or {})
+                           train=train or {}, robust={"rule": rule}, cohort=cohort)
     store = lab.run_first(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
     if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
@@ -197,7 +212,7 @@ def compare_with_a_fleet(
 
 def check_bytes(w: World, rows: list[dict[str, Any]]) -> None:
     """The simulation's bytes are the fleet's, in each round."""
-    updates = w.server.ledger.rows(Update, status="counted")
+    updates = [row for row in w.server.ledger.rows(Update) if row.status != "late"]
     for row in rows:
         down = w.server.ledger.rows(Traffic, round=row["round"], direction="down", kind="model")
         assert row["payload_bytes"] == {

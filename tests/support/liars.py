@@ -1,0 +1,30 @@
+"""Devices that send something else than what they trained, in a fleet in one process and in a simulation."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fleet_core.base import trees
+from fleet_core.base.trees import Params
+from fleet_core.codecs.interface import Seed
+from fleet_core.model import payloads
+from fleet_core.model.layout import Layout
+from fleet_core.model.payloads import Sent
+
+
+def lie(patch: pytest.MonkeyPatch, factors: Mapping[str, float]) -> None:
+    """From now on each of these devices sends its update times its factor, and keeps the state of what it trained."""
+    honest, by_seed = payloads.send, {zlib.crc32(name.encode()): factor for name, factor in factors.items()}
+
+    def send(
+        name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,),
+        least_norm: float = 0.0,
+    ) -> Sent:
+        factor: Any = by_seed.get(seed[-1], 1.0)
+        return honest(name, trees.scale(own, factor), residual, layout, groups, seed, least_norm)
+
+    patch.setattr(payloads, "send", send)
