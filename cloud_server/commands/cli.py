@@ -271,15 +271,19 @@ def report(
     tariff: TARIFF = None,
     per_month: PER_MONTH = None,
     battery_wh: BATTERY = None,
+    against: Annotated[Path | None, typer.Option("--against", metavar="FLEET|DIR", help="Also compare with this run.")]
+    = None,
 ) -> None:
-    """Write one self-contained page: table, curves, bytes, joules, costs by device."""
+    """Write one self-contained page: table, curves, bytes, joules, costs by device. It prints well, too."""
     from cloud_server.reports import outcome
     from cloud_server.reports.html_report import render
     from fleet_core.base import storage
 
     pricing = costs.pricing(folder, tariff, per_month, battery_wh)
     found = outcome.of_run(folder)
-    storage.write_atomic(out, render(found, title=f"Metafleet: {found['method']}", pricing=pricing).encode())
+    other = None if against is None else (against.resolve().name, outcome.of_run(against))
+    text = render(found, title=f"Metafleet: {found['method']}", pricing=pricing, against=other)
+    storage.write_atomic(out, text.encode())
     print(out)
     if not found["rounds"]:
         processes.say("no round has been closed yet")

@@ -21,6 +21,7 @@ p{margin:0 0 12px;max-width:72ch}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:16px;margin:28px 0 0}
 .card,figure,.table{background:var(--card);border:1px solid var(--rule);border-radius:12px}
 .card{padding:18px 20px}
+h3{font-size:16px;margin:24px 0 8px}
 .card h3{margin:0;font-size:14px;font-weight:500;color:var(--soft)}
 .card .figure{font-size:27px;font-weight:650;letter-spacing:-.02em;line-height:1.3;margin:6px 0 4px;
 white-space:nowrap}
@@ -57,12 +58,22 @@ tbody.pooled th,tbody.pooled td{font-weight:650}tbody.pooled tr:first-child>*{bo
 margin-left:6px}
 details{margin-top:8px;font-size:14px}summary{cursor:pointer;padding:2px 0}
 details .table{margin-top:8px;max-height:420px;overflow:auto}
-.left td{text-align:left;overflow-wrap:anywhere}
+.left td{text-align:left;overflow-wrap:anywhere}.left thead th{text-align:left}
 @media (max-width:560px){main{padding:24px 14px 48px}h1{font-size:25px}h2{margin-top:34px}figure{padding:14px 12px 8px}
 .cards{grid-template-columns:1fr;gap:12px}svg text{font-size:15px}.wide{display:none}
 table{font-size:12.5px}th,td{padding:7px 4px}
 thead th{font-size:12px}tr>:last-child{padding-right:10px}tbody th{white-space:normal}
 tbody th,thead tr:first-child>:first-child{padding-left:10px}
 .new{margin-left:0;display:inline-block}}
-@media print{body{background:#fff}.card,figure,.table{break-inside:avoid}}
+@page{margin:14mm 12mm}
+@media print{:root{color-scheme:light;--page:#fff;--card:#fff;--ink:#000;--soft:#4a525b;--rule:#c4c8cc;--accent:#0b6b8f;
+--second:#b4540a;--third:#6a4fb3;--wash:#eef4f7}
+body{font-size:10.5pt;print-color-adjust:exact;-webkit-print-color-adjust:exact}
+main{max-width:none;padding:0}h1{font-size:20pt}h2{font-size:13pt;margin-top:22px}h2,h3,h2+.note{break-after:avoid}
+p,.note,.warning{max-width:none}.card,figure,tr,.warning{break-inside:avoid}thead{display:table-header-group}
+.cards{grid-template-columns:repeat(auto-fit,minmax(38mm,1fr));margin-top:14px}.card{padding:10px 12px}
+.card .figure{font-size:17pt}.charts{grid-template-columns:1fr 1fr}.table{overflow:visible}
+table{font-size:9.5pt}th,td{padding:4px 7px}
+figure details,summary{display:none}details .table{max-height:none;overflow:visible}
+.settings::details-content{content-visibility:visible;display:block}}
 """

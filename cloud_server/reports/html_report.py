@@ -26,7 +26,7 @@ from cloud_server.figures.html_elements import card, cards, count_text, heading,
 from cloud_server.figures.html_style import STYLE
 from cloud_server.figures.scores import Score
 from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs
+from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs, outcome
 from cloud_server.reports import result as results
 from cloud_server.reports.html_costs import Pricing
 from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
@@ -42,11 +42,17 @@ UNPRICED = Pricing()
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def render(result: Mapping[str, Any], *, title: str, pricing: Pricing = UNPRICED) -> str:
-    """The page of a finished or interrupted run. Raises DataError if ``result`` is no result.json."""
+def render(
+    result: Mapping[str, Any], *, title: str, pricing: Pricing = UNPRICED,
+    against: tuple[str, Mapping[str, Any]] | None = None,
+) -> str:
+    """The page of a finished or interrupted run. against: (name, result) of a run to compare it with. Raises DataError
+    if a result is no result.json."""
     run = results.parse(result)
     sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _codecs, _arrays, _energy)]
     sections += [html_costs.section(run, pricing), _settings(run)]
+    if against is not None:
+        sections.insert(1, _against(run, against[0], results.parse(against[1])))
     return page(title, STYLE, "\n".join([_heading(run, title), *filter(None, sections)]))
 
 
@@ -103,6 +109,17 @@ def _evaluated_card(title: str, evaluated: Pooled | None) -> str:
 def _figure(text: str) -> str:
     number, _, unit = text.partition(" ")
     return f'{escape(number)} <span class="unit">{escape(unit)}</span>'
+
+
+def _against(run: Result, name: str, other: Result) -> str:
+    """This run beside another one."""
+    heads = ("", "this run", name, "change")
+    figures = text_table(heads, [one.cells() for one in outcome.differences(run, other)])
+    changed = outcome.changed_settings(run, other)
+    settings = text_table(("setting", *heads[1:3]), changed, "left") if changed else \
+        "<p class='soft'>The settings are the same.</p>"
+    note = '<p class="note">Change: of accuracy and F1 the difference, of all others relative to the other run.</p>'
+    return f"<h2>Against {escape(name)}</h2>{note}{figures}<h3>Settings that differ</h3>{settings}"
 
 
 def _verdict(run: Result) -> str:
@@ -293,7 +310,8 @@ def _phase_origin(part: PhaseJoules | None) -> tuple[str, str]:
 def _settings(run: Result) -> str:
     rows = [*_flat(run.config), *_flat(run.environment)]
     table = text_table(("setting", "value"), rows, "left")
-    return f"<h2>Reproduce</h2><details><summary>Configuration and environment</summary>{table}</details>"
+    summary = "<summary>Configuration and environment</summary>"
+    return f'<h2>Reproduce</h2><details class="settings">{summary}{table}</details>'
 
 
 def _flat(tree: Mapping[str, Any], at: str = "") -> list[tuple[str, str]]:

@@ -241,6 +241,8 @@ def test_a_fleets_report_is_one_page(run: Run, place: Path) -> None:
     page = place / "page.html"
     assert run("metafleet", "report", place / "fleet", "--out", page).out == f"{page}\n"
     assert page.read_text().startswith("<!")
+    assert run("metafleet", "report", place / "fleet", "--out", page, "--against", place / "fleet").code == 0
+    assert "Against fleet" in page.read_text()
 
 
 def test_samples_that_were_added_count_at_once(run: Run, place: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -13,12 +14,13 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from benchmarks.console.browser import chromium
 from cloud_server.figures import formatting
 from cloud_server.figures.charts import Line, legend, line_chart, ticks
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_sums import Bytes, Joules
 from cloud_server.records.ledger_tables import Device, Energy, Round, Traffic, Update
-from cloud_server.reports import result
+from cloud_server.reports import outcome, result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, Snapshot, closing_table, round_line, snapshot
 from fleet_core.base.errors import DataError
@@ -130,6 +132,48 @@ def test_every_chart_is_well_formed_named_and_has_a_table(ledger: Ledger) -> Non
     ids = [a["id"] for _, a in seen.tags if "id" in a]
     assert len(ids) == len(set(ids))
     assert seen.text.count("The figures as a table") == len(charts)
+
+
+def test_a_report_against_another_run_tells_what_changed(ledger: Ledger) -> None:
+    fill(ledger)
+    here = result.to_json(built(ledger))
+    there = json.loads(json.dumps(here))
+    there |= {"seed": 1, "config": {"note": "other", "only": 1}, "rounds": there["rounds"][:5]}
+    there["totals"]["payload_bytes"]["up"] *= 2
+    there["evaluated"]["accuracy"] -= 0.125
+    del there["totals"]["wire_bytes"]
+    seen = Page(render(here, title="Hearts", against=("b <i>", there)))
+    assert "Against b <i>" in seen.text
+    both = outcome.differences(result.parse(here), result.parse(there))
+    rows = {one.what: one.cells()[1:] for one in both}
+    assert rows["payload bytes up"] == ("2.94 MB", "5.88 MB", "-50.0 %")
+    assert rows["accuracy, all devices"][2] == "+0.125"
+    assert rows["rounds"] == ("7", "5", "+40.0 %")
+    assert rows["wire bytes up"][1:] == (formatting.ABSENT, formatting.ABSENT)
+    assert rows[f"accuracy of {NEW}"][2] == "+0.000"
+    assert "operations" not in rows
+    changed = outcome.changed_settings(result.parse(here), result.parse(there))
+    assert changed == [("note", "<b>&", "other"), ("only", formatting.ABSENT, "1"), ("seed", "0", "1")]
+    same = Page(render(here, title="Hearts", against=("c", here)))
+    assert "The settings are the same." in same.text
+
+
+@pytest.mark.slow
+@pytest.mark.needs("chromium", "chromedriver")
+def test_on_paper_the_settings_are_shown_and_closed_tables_are_not(ledger: Ledger, tmp_path: Path) -> None:
+    fill(ledger)
+    path = tmp_path / "report.html"
+    path.write_text(page(ledger)[0], encoding="utf-8")
+    shown = "return [...document.querySelectorAll('{}')].map(one => one.checkVisibility())"
+    with chromium() as driver:
+        driver.get(path.as_uri())
+        assert driver.execute_script(shown.format(".settings .table")) == [False]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": [
+            {"name": "prefers-color-scheme", "value": "dark"}]})
+        assert driver.execute_script(shown.format(".settings .table")) == [True]
+        assert set(driver.execute_script(shown.format("figure details"))) == {False}
+        colour = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert colour == "rgb(255, 255, 255)"
 
 
 def test_what_is_written_by_others_is_escaped(ledger: Ledger) -> None:
