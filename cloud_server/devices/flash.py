@@ -49,6 +49,10 @@ def flash(
     inventory: Annotated[Path | None, typer.Option("--all", metavar="INVENTORY.toml", help="Flash all devices of a "
                                                    "file over SSH, several at a time.")] = None,
     jobs: Annotated[int, typer.Option(min=1, max=24, help="With --all: how many devices at a time.")] = 4,
+    waves: Annotated[str, typer.Option(metavar="N,N,…", help="With --all: this many devices first, then this many, the "
+                                       "last number again and again; a wave begins when the one before is back.")] = "",
+    most_failures: Annotated[int, typer.Option(min=0, help="With --waves: no further wave begins when more have "
+                                               "failed.")] = 0,
     accept_host_key: Annotated[str | None, typer.Option(metavar="FINGERPRINT", help="Over SSH: accept this host key, "
                                                         "SHA256:..., if the host is not known yet.")] = None,
     ssh_config: Annotated[Path | None, typer.Option(metavar="FILE", help="Over SSH: use this file instead of "
@@ -68,7 +72,7 @@ def flash(
         if device is not None or to is not None:
             raise ConfigError("--all INVENTORY.toml already names the devices and their addresses",
                               hint="leave out DEVICE.toml and --to")
-        return flash_over_ssh.every(inventory, choices, jobs=jobs)
+        return flash_over_ssh.every(inventory, choices, jobs=jobs, waves=_waves(waves), most_failures=most_failures)
     device = _required(device)
     if to is None:
         raise ConfigError("--to is missing", expected="--to image:PATH, --to /dev/NAME or --to ssh://USER@HOST")
@@ -81,6 +85,14 @@ def flash(
     if as_json:
         return terminal.show({**_job_facts(job, written=True), **written})
     _print_done(job)
+
+
+def _waves(text: str) -> tuple[int, ...]:
+    """Raises ConfigError for what is no list of positive numbers."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
+        raise ConfigError(f"'{text[:80]}' are no waves", where="--waves", expected="numbers of devices: 1,5,20")
+    return tuple(map(int, parts))
 
 
 def _required(device: Path | None) -> Path:

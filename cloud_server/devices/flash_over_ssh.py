@@ -22,7 +22,7 @@ from firmware_profiles.ssh.inventory import Entry
 from firmware_profiles.ssh.release import Release
 from firmware_profiles.ssh.remote import Remote, refuse
 from firmware_profiles.ssh.remote_install import OnDevice, Outcome, Plan, Tell
-from firmware_profiles.ssh.side_by_side import Result
+from firmware_profiles.ssh.side_by_side import Result, Waves
 from fleet_core.base import schema, terminal
 from fleet_core.base.errors import FlashError
 from fleet_core.link.mqtt import MqttLink
@@ -63,8 +63,9 @@ def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> 
         print(f"{entry.name}: {result.outcome}")
 
 
-def every(path: Path, choices: Choices, *, jobs: int) -> None:
-    """``--all INVENTORY.toml``. Raises FlashError after all devices were tried, if one of them failed."""
+def every(path: Path, choices: Choices, *, jobs: int, waves: tuple[int, ...] = (), most_failures: int = 0) -> None:
+    """``--all INVENTORY.toml``. Raises FlashError after all devices were tried, or a wave has halted,
+    if one of them failed."""
     entries = inventory.load(path)
     if choices.dry_run:
         plans = [(entry, _planned(entry, choices)) for entry in entries]
@@ -73,7 +74,7 @@ def every(path: Path, choices: Choices, *, jobs: int) -> None:
         for plan in plans:
             _print_plan(*plan)
         return
-    results = _flash(entries, choices, jobs)
+    results = _flash(entries, choices, jobs, Waves(waves, most_failures))
     if choices.as_json:
         terminal.show([result.plain for result in results])
     else:
@@ -86,7 +87,7 @@ def every(path: Path, choices: Choices, *, jobs: int) -> None:
                          hint="run the same command again: it goes on with those that are not done")
 
 
-def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int) -> list[Result]:
+def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int, waves: Waves | None = None) -> list[Result]:
     def flash_one(entry: Entry, tell: Tell) -> Outcome:
         with (
             _connected(entry, choices.config, tell) as (remote, made, release_for),
@@ -98,7 +99,7 @@ def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int) -> list[Resu
                 return remote_install.install(remote, release_for, tell, watch=watch,
                                               patience_s=choices.patience_s)
 
-    return side_by_side.flash_all(entries, flash_one, side_by_side.show_for(entries), jobs)
+    return side_by_side.flash_all(entries, flash_one, side_by_side.show_for(entries), jobs, waves)
 
 
 @contextmanager

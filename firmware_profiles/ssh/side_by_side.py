@@ -1,6 +1,7 @@
 """Flashes several devices at the same time, with a table of their progress on a terminal, or a line per step elsewhere.
 
-A device that fails does not stop the others. No progress is stored: a second run sees on each device what is done.
+A device that fails does not stop the others of its wave; further waves do not begin when too many have failed. No
+progress is stored: a second run sees on each device what is done.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,24 @@ from firmware_profiles.ssh.remote_install import Outcome, Tell
 from fleet_core.base.errors import FlashError, FleetError
 
 MARKS = {"waiting": ("·", "dim"), "going": ("…", "cyan"), "done": ("✓", "green"), "failed": ("✗", "red")}
+
+
+@dataclass(frozen=True)
+class Waves:
+    """sizes: devices in the first wave, the second, …, of which the last is repeated until all are done; empty for one
+    wave of all. most_failures: in all waves so far, with which a further one begins."""
+
+    sizes: tuple[int, ...] = ()
+    most_failures: int = 0
+
+    def of(self, entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+        """The entries wave by wave."""
+        sizes, begin = iter(self.sizes), 0
+        size = len(entries)
+        while begin < len(entries):
+            size = next(sizes, size)
+            yield entries[begin : begin + size]
+            begin += size
 
 
 @dataclass(frozen=True)
@@ -49,8 +68,11 @@ class Result:
 Work = Callable[[Entry, Tell], Outcome]
 
 
-def flash_all(entries: Sequence[Entry], work: Work, show: Show, jobs: int) -> list[Result]:
-    """``work`` for every entry, ``jobs`` at the same time; results in the order of the entries.
+def flash_all(
+    entries: Sequence[Entry], work: Work, show: Show, jobs: int, waves: Waves | None = None
+) -> list[Result]:
+    """``work`` for every entry, ``jobs`` at the same time; results in the order of the entries. What is not begun after
+    a wave with failures has an error that says so.
 
     An interrupt, or an error that is no FleetError, ends all: entries that have not begun do not begin, the others end
     at their next step. A device that is not confirmed by then rolls back by itself.
@@ -58,11 +80,25 @@ def flash_all(entries: Sequence[Entry], work: Work, show: Show, jobs: int) -> li
     pool, stop = ThreadPoolExecutor(max(1, min(jobs, len(entries)))), threading.Event()
     try:
         with show:
-            tasks = [pool.submit(_flash, entry, work, show, stop) for entry in entries]
-            return [task.result() for task in tasks]
+            waves = waves or Waves()
+            results: list[Result] = []
+            for wave in waves.of(entries):
+                failed = sum(result.error is not None for result in results)
+                if waves.sizes and failed > waves.most_failures:
+                    return [*results, *(_not_begun(entry, failed, show) for entry in entries[len(results):])]
+                tasks = [pool.submit(_flash, entry, work, show, stop) for entry in wave]
+                results += [task.result() for task in tasks]
+            return results
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _not_begun(entry: Entry, failed: int, show: Show) -> Result:
+    error = FlashError(f"not begun: {failed} failed in the waves before", where=entry.to,
+                       hint="run the same command again when that is mended")
+    show.update(entry, "failed", error.what, "")
+    return Result(entry, 0.0, error=error)
 
 
 def _flash(entry: Entry, work: Work, show: Show, stop: threading.Event) -> Result:

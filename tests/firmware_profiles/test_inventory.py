@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from cloud_server.commands.cli import app
 from firmware_profiles.ssh import inventory
 from firmware_profiles.ssh.inventory import Entry
 from firmware_profiles.ssh.remote_install import Outcome, Tell
-from firmware_profiles.ssh.side_by_side import Lines, LiveTable, flash_all
+from firmware_profiles.ssh.side_by_side import Lines, LiveTable, Waves, flash_all
 from fleet_core.base.errors import ConfigError, FlashError
 from tests.support.waiting import PATIENCE_S
 
@@ -73,6 +75,49 @@ def test_a_device_that_fails_stops_no_other_and_each_stage_is_one_line() -> None
     assert [line for line in lines if line.startswith("attic")] == [
         "attic    connecting", "attic    uploading", "attic    1.1 runs, 1.0 before; 2.0 MB sent"]
     assert "cellar   failed: ssh://pi@cellar: no connection" in lines
+
+
+@pytest.mark.parametrize(("sizes", "most_failures", "begun"), [
+    ((), 0, ["attic", "cellar", "kitchen"]),  # no waves: a device that fails stops no other
+    ((1,), 0, ["attic", "cellar"]),
+    ((2,), 0, ["attic", "cellar"]),
+    ((1,), 1, ["attic", "cellar", "kitchen"]),
+    ((2, 1), 1, ["attic", "cellar", "kitchen"]),
+    ((1, 5), 0, ["attic", "cellar", "kitchen"]),  # the last wave has begun before the failure is known
+])
+def test_no_further_wave_begins_when_too_many_have_failed(
+    sizes: tuple[int, ...], most_failures: int, begun: list[str]
+) -> None:
+    seen: list[str] = []
+
+    def noted(entry: Entry, tell: Tell) -> Outcome:
+        seen.append(entry.name)
+        return work(entry, tell)
+
+    results = flash_all(ENTRIES, noted, Lines(ENTRIES, io.StringIO()), 1, Waves(sizes, most_failures))
+    assert seen == begun
+    assert [result.entry for result in results] == list(ENTRIES)
+    for result in results[len(begun):]:
+        assert "not begun: 1 failed in the waves before" in str(result.error)
+
+
+def test_a_wave_begins_when_the_one_before_is_back() -> None:
+    going: list[str] = []
+
+    def alone(entry: Entry, tell: Tell) -> Outcome:
+        going.append(entry.name)
+        assert going == [entry.name], "no device of another wave is under way"
+        going.remove(entry.name)
+        return Outcome(entry.name, "1.0", "", False)
+
+    assert all(result.outcome for result in flash_all(ENTRIES, alone, Lines(ENTRIES, io.StringIO()), 3, Waves((1,))))
+
+
+@pytest.mark.parametrize("text", ["0", "1,,2", "-1", "many", "1;2"])
+def test_waves_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["flash", "--all", str(tmp_path / "inventory.toml"), "--waves", text])
+    assert isinstance(ran.exception, ConfigError)
+    assert "--waves" in str(ran.exception)
 
 
 def test_the_requested_number_of_devices_is_flashed_at_the_same_time() -> None:
