@@ -1,0 +1,116 @@
+"""The benchmark of hostile devices: its grid, its attacks, its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.hostile import attacks, tables
+from benchmarks.hostile.grid import ATTACKS, BOUND, DATA, INNER, NOBODY, SETTINGS, SHARES, SIGN, Cell, cells, experiment
+from cloud_server.laboratory.run.device_work import DeviceEvaluation, EvaluationTask, TrainedDevice, TrainingTask
+from cloud_server.laboratory.run.workload import Workload
+from fleet_core.algorithms.interface import Payload, Update
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.data.partitions import Share
+from fleet_core.data.samples import Samples
+from fleet_core.model.layout import InputSpec
+from fleet_core.robust.blocks import flat
+from fleet_core.robust.norm_bound import refused
+from fleet_core.robust.screening import Screening
+from tests.support.paths import ROOT
+
+HERE = Path(tables.__file__).parent
+NAMES = tuple(f"d{n}" for n in range(10))
+
+
+class Honest:
+    """Every device sends ones, and a little of its own."""
+
+    def evaluate(self, task: EvaluationTask) -> Iterator[DeviceEvaluation]:
+        return iter(())
+
+    def close(self) -> None:
+        pass
+
+    def learn(self, task: TrainingTask) -> Iterator[TrainedDevice]:
+        for n, name in enumerate(task.clients):
+            groups = {"body": {"w": np.full((2, 2), 1 + n / 100, np.float32)}}
+            yield TrainedDevice(name, Payload(groups), 10)
+
+
+def sent(attack: str, hostile: tuple[str, ...]) -> dict[str, Any]:
+    task = TrainingTask(1, NAMES, Payload({}), 0, "none")
+    found = attacks.Hostile(Honest(), hostile, attack, 0).learn(task)
+    return {one.client: one.update.groups for one in found if one.update is not None}
+
+
+def test_every_cell_is_there_once_and_can_be_run() -> None:
+    for data in DATA:
+        keys = [cell.key for cell in cells(data)]
+        methods = len(DATA[data]["methods"])
+        assert len(keys) == len({*keys}) == methods * len(SETTINGS) * (1 + len(ATTACKS) * len(SHARES))
+        for method in DATA[data]["methods"]:
+            experiment(Cell(data, method, "krum", SIGN, 0.2))
+    assert experiment(Cell("mnist", "pfldyn-proto", "mean", NOBODY, 0.0)).max_update_norm == 1e4
+    assert experiment(Cell("mnist", "pfldyn-proto", "adaptive", NOBODY, 0.0)).max_update_norm is None
+
+
+def test_the_hostile_devices_of_a_smaller_share_are_among_those_of_a_larger_one() -> None:
+    few, more = attacks.chosen(NAMES, 0.1, 0), attacks.chosen(NAMES, 0.3, 0)
+    assert (len(few), len(more)) == (1, 3)
+    assert {*few} < {*more}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_honest_devices_send_what_they_trained(attack: str) -> None:
+    hostile = attacks.chosen(NAMES, 0.2, 0)
+    found, honest = sent(attack, hostile), sent(attack, ())
+    for name in {*NAMES} - {*hostile}:
+        np.testing.assert_array_equal(flat(found[name]), flat(honest[name]))
+
+
+def test_what_hostile_devices_send() -> None:
+    hostile = attacks.chosen(NAMES, 0.2, 0)
+    honest = np.mean([flat(one) for name, one in sent(SIGN, hostile).items() if name not in hostile], axis=0)
+    for name in hostile:
+        np.testing.assert_allclose(flat(sent(SIGN, hostile)[name]), -10 * flat(sent(SIGN, ())[name]), rtol=1e-6)
+        np.testing.assert_allclose(flat(sent(INNER, hostile)[name]), -2 * honest, rtol=1e-6)
+    screen = Screening(METHODS["fedavg"])
+    found = {name: screen.measure(Update(name, Payload(one), 10)) for name, one in sent(BOUND, hostile).items()}
+    assert not refused(found, {}), "as long as the bound allows"
+    found = {name: screen.measure(Update(name, Payload(one), 10)) for name, one in sent(SIGN, hostile).items()}
+    assert set(refused(found, {})) == {*hostile}
+
+
+def test_false_samples_are_those_of_hostile_devices_and_test_samples_stay() -> None:
+    x, y = np.ones((40, 1, 28, 28), np.uint8), np.zeros(40, np.int64)
+    shares = tuple(Share(name, np.arange(4 * n, 4 * n + 3), np.array([4 * n + 3])) for n, name in enumerate(NAMES))
+    clean = Workload(Samples(x, y), shares, (), (), InputSpec((1, 28, 28), "uint8"), ("a", "b", "c"))
+    labels = attacks.poisoned(clean, ("d1",), "labels", 0).samples.y
+    assert list(np.flatnonzero(labels != y)) == [4, 5, 6]
+    found = attacks.poisoned(clean, ("d1",), "backdoor", 2).samples
+    assert list(np.flatnonzero(found.y != y)) == [4, 6]
+    assert list(np.flatnonzero((found.x != x).any(axis=(1, 2, 3)))) == [4, 6]
+    tested = attacks.triggered(clean).samples.x
+    assert list(np.flatnonzero((tested != x).any(axis=(1, 2, 3)))) == list(range(3, 40, 4))
+
+
+@pytest.mark.parametrize(("page", "write"), [
+    (HERE / "README.md", tables.fill), (ROOT / "docs" / "robust.md", tables.summarize),
+])
+def test_a_page_is_what_the_command_writes(tmp_path: Path, page: Path, write: Callable[[Any, Path], None]) -> None:
+    text, again = page.read_text(encoding="utf-8"), tmp_path / page.name
+    again.write_text(text, encoding="utf-8")
+    write(tables.rows(HERE / "result.json"), again)
+    assert again.read_text(encoding="utf-8") == text
+
+
+def test_a_table_has_what_was_run_and_says_what_was_ruined() -> None:
+    cell = asdict(Cell("mnist", "pfldyn-proto", "mean", SIGN, 0.2))
+    text = tables.table([{**cell, "ruined": "not finite"}, {**cell, "setting": "krum", "accuracy": 0.5}], "mnist", 0.2)
+    assert text.splitlines()[2] == "| `pfldyn-proto` | `sign` | ruined | - | - | - | - | 50.0 | - |"
