@@ -6,9 +6,9 @@ its own network namespace where allowed (Linux, root, iproute2).
 
     python -m benchmarks.overhead.run --out benchmarks/overhead/result.json [--repeat 3] [--no-namespaces]
 
-Floor and fleet (fp32, then int8 with error feedback) run in turn, ``--repeat`` times; the output has medians and
-ratios. Bytes are counted in one further run of each, in which every TCP segment is sent by itself (``networks``).
-Memory is what a device would need alone on its board (``memory``). Linux only.
+Floor and fleet (each of ``KINDS``: a codec both ways, and the agents' engine) run in turn, ``--repeat`` times; the
+output has medians and ratios. Bytes are counted in one further run of each, in which every TCP segment is sent by
+itself (``networks``). Memory is what a device would need alone on its board (``memory``). Linux only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ LIMIT_S = 240.0
 FEWEST_ROUNDS = 2
 SETTLE_S = 2.0
 LOOK_S = 0.1
-CODECS = ("fp32", "int8")
+KINDS = {
+    "fp32": ("fp32", "torch"), "int8": ("int8", "torch"), "ternary": ("ternary", "torch"),
+    "int8, onnx": ("int8", "onnx"), "ternary, onnx": ("ternary", "onnx"),
+}
+"""Kind of run -> (codec both ways, engine of the agents)."""
 
 Figures = dict[str, float | None]
 """Figures of one run. Names end in their unit; ``_bytes`` is memory, written in MiB and in MB."""
@@ -107,10 +111,10 @@ def run_floor(workload: Workload, setting: Setting) -> Figures:
         }
 
 
-def run_fleet(workload: Workload, setting: Setting, codec: str) -> Figures:
+def run_fleet(workload: Workload, setting: Setting, codec: str, engine: str = "torch") -> Figures:
     """Our fleet with ``codec`` both ways; after the last round the model is served, as always."""
     with Stage(workload.devices, setting) as (network, processes, url):
-        fleet = make_fleet(processes.folder, workload, codec, url)
+        fleet = make_fleet(processes.folder, workload, codec, url, engine)
         started = time.time()
         server = processes.module(
             network.hub, "cloud_server.commands.cli", "server", "start", str(fleet.folder), "--quiet", "--broker", url
@@ -284,12 +288,16 @@ def with_namespaces(refused: bool) -> bool:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND",
+                        help=f"beside the floor, of: {'; '.join(KINDS)}")
+    options = parser.parse_args()
     end_in_order()
     namespaces = with_namespaces(options.no_namespaces)
     workload = Workload(options.devices, options.rounds)
     kinds: dict[str, Callable[[Setting], Figures]] = {"floor": partial(run_floor, workload)}
-    kinds |= {codec: partial(run_fleet, workload, codec=codec) for codec in CODECS}
+    kinds |= {kind: partial(run_fleet, workload, codec=codec, engine=engine)
+              for kind, (codec, engine) in KINDS.items() if kind in options.only}
     runs, counted = repeat(kinds, options.repeat, namespaces)
     runs["idle"] = [run_idle(Setting(namespaces)) for _ in range(options.repeat)]
     found = outcome(workload, runs, counted, namespaces)
