@@ -75,7 +75,7 @@ def metrics(
 def home_assistant(
     fleet: FLEET,
     broker: Annotated[str, typer.Option(envvar="METAFLEET_HOME_ASSISTANT", callback=checked_url, help="Home "
-                                        "Assistant's broker, mqtt(s)://host:port.")],
+                                        "Assistant's broker, mqtt(s)://host:port or ws(s)://host:port/path.")],
     user: Annotated[str | None, typer.Option(help="User name at that broker.")] = None,
     password_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the user's password.")] = None,
     ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Authority of the broker's certificate.")] = None,

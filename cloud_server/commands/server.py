@@ -23,7 +23,8 @@ server_app = typer.Typer(help="The aggregator.", no_args_is_help=True)
 BROKER = Annotated[
     str | None,
     typer.Option(envvar="METAFLEET_BROKER", callback=checked_url,
-                 help="mqtt(s)://host:port, or 'embedded' for a private amqtt; default: a private mosquitto."),
+                 help="mqtt(s)://host:port, ws(s)://host:port/path, or 'embedded' for a private amqtt; default: a "
+                      "private mosquitto."),
 ]
 
 

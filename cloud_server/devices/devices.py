@@ -47,7 +47,8 @@ def checked_url(url: str | None) -> str | None:
 BROKER_OPTION = Annotated[
     str | None,
     typer.Option(envvar="METAFLEET_BROKER", callback=checked_url,
-                 help="mqtt(s)://host:port; default: the one in fleet.toml, or the private broker on this machine."),
+                 help="mqtt(s)://host:port or ws(s)://host:port/path; default: the one in fleet.toml, or the private "
+                      "broker on this machine."),
 ]
 PLAIN = Annotated[
     bool, typer.Option("--plain", envvar="METAFLEET_PLAIN", help="Allow plain MQTT beyond this machine: anyone on the "

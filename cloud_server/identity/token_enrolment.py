@@ -187,10 +187,14 @@ def open_tokens(ledger: Ledger) -> dict[str, Invitation]:
 
 
 def enrolment_url(fleet: Fleet, broker: str) -> str:
-    """The URL of the enrolment port: fleet.toml's, else the configured one, else the port after the broker's."""
+    """The URL of the enrolment port: fleet.toml's, else the configured one, else the port after the broker's. Raises
+    ConfigError where none follows from the broker's."""
     if fleet.config.link.enrolment is not None:
         return fleet.config.link.enrolment
     setup, named = fleet_certificates.saved_setup(fleet.folder), parse_url(broker)
+    if named.path:
+        raise ConfigError("a broker over WebSockets has no next port for tokens", where=broker,
+                          hint='enrolment = "wss://host[:port]/path" or "mqtts://host:port" under [link] in fleet.toml')
     if setup is not None and named.port == setup.port:
         return address(named.host, setup.enrolment_port)
     return address(named.host, named.port + 1)

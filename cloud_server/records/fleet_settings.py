@@ -61,11 +61,11 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class LinkSection:
-    """broker: mqtt(s)://host:port; None for a private broker. enrolment: mqtts://host:port of the enrolment port; None
-    for the port after the broker's. ca: PEM file, beside fleet.toml, of the authority that signs the broker's
-    certificate; None for the fleet's own, ``system`` for those that the system trusts. plain: allow mqtt:// beyond this
-    machine. chunk_bytes: maximum payload of one publish. max_update_norm: above it an update is refused; None for the
-    adaptive bound (``fleet_core.robust.norm_bound``)."""
+    """broker: as ``parse_url`` takes it; None for a private broker. enrolment: mqtts://host:port of the enrolment port;
+    None for the port after the broker's. ca: PEM file, beside fleet.toml, of the authority that signs the broker's
+    certificate; None for the fleet's own, ``system`` for those that the system trusts. plain: allow mqtt:// and ws://
+    beyond this machine. chunk_bytes: maximum payload of one publish. max_update_norm: above it an update is refused;
+    None for the adaptive bound (``fleet_core.robust.norm_bound``)."""
 
     broker: str | None = None
     enrolment: str | None = None

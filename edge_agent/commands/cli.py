@@ -33,7 +33,7 @@ def _connected(root: Parser) -> None:
     one = root.command("run", "Take part in rounds and answer, until stopped. Enrols first if there is a token.", run)
     home(one)
     one.add_argument("--broker", metavar="URL", default=os.environ.get("METAFLEET_BROKER") or None,
-                     help="mqtt(s)://host:port; also METAFLEET_BROKER")
+                     help="mqtt(s)://host:port or ws(s)://host:port/path; also METAFLEET_BROKER")
     one.add_argument("--connect-s", metavar="S", type=float, default=60.0,
                      help="exit if no broker answers within this time at the start; default 60")
     one.add_argument("--token", metavar="FILE", type=Path, default=os.environ.get("METAFLEET_TOKEN") or None,

@@ -15,8 +15,8 @@ NAME = r"[A-Za-z0-9_-]{1,64}"
 
 @dataclass(frozen=True)
 class Identity:
-    """name: of the device. fleet: its fleet's name. broker: mqtt(s)://host:port. key: the fleet's public key, in hex.
-    plain: allows mqtt:// to a broker on another machine."""
+    """name: of the device. fleet: its fleet's name. broker: as ``parse_url`` takes it. key: the fleet's public key, in
+    hex. plain: allows mqtt:// to a broker on another machine."""
 
     name: str = field(metadata={"pattern": NAME})
     fleet: str = field(metadata={"pattern": NAME})

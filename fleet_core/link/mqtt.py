@@ -36,7 +36,8 @@ TOO_LARGE = (
     "raise the broker's limit (mosquitto: max_packet_size); or make chunks smaller (link.chunk_bytes), manifests by "
     "fewer devices in a round (fleet.cohort) or larger chunks"
 )
-PORTS = {"mqtt": 1883, "mqtts": 8883}
+PORTS = {"mqtt": 1883, "mqtts": 8883, "ws": 80, "wss": 443}
+WS_PATH = "/mqtt"
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +46,11 @@ class MqttLink:
     """A Link to the broker at ``url``.
 
     Args:
-        url: ``mqtt://host[:port]`` or ``mqtts://host[:port]``.
+        url: as ``parse_url`` takes it.
         will: published by the broker when this link ends without ``close``.
         keepalive_s: silence after which the broker is pinged; poll at least that often.
         protocol: 5, 3 (which means 3.1.1), or None: 5 if the broker supports it.
-        ca, cert, key: PEM files, for mqtts only; ``cert`` and ``key`` together.
+        ca, cert, key: PEM files, for mqtts and wss only; ``cert`` and ``key`` together.
         max_queued: the most unacknowledged publishes.
         max_incoming_bytes: the largest packet; a larger one ends the connection.
         connect_timeout_s: for each of the TCP connection, the TLS handshake and the broker's CONNACK.
@@ -237,21 +238,27 @@ class MqttLink:
 
 
 def parse_url(url: str) -> Address:
-    """``mqtt://host[:port]`` (1883) or ``mqtts://host[:port]`` (8883). Raises ConfigError for anything else."""
+    """``mqtt://host[:port]`` (1883), ``mqtts://host[:port]`` (8883), or MQTT over WebSockets:
+    ``ws://host[:port][/path]`` (80), ``wss://host[:port][/path]`` (443), the path ``/mqtt`` by default. Raises
+    ConfigError for anything else."""
     try:
         parts = urlsplit(url)
         scheme, host, port = parts.scheme, parts.hostname, parts.port
-        plain = not (parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc)
+        path = parts.path if scheme in ("ws", "wss") else ""
+        rest = "" if path else parts.path.strip("/")
+        plain = not (rest or parts.query or parts.fragment or "@" in parts.netloc) and path.isprintable()
     except ValueError:
-        scheme, host, port, plain = "", None, None, False
+        scheme, host, port, plain, path = "", None, None, False, ""
     if scheme not in PORTS or not host or port == 0 or not plain:
         raise ConfigError(
             "is not the address of a broker",
             where=repr(url),
-            expected="mqtt://host[:port] or mqtts://host[:port]",
+            expected="mqtt://host[:port] or mqtts://host[:port]; over WebSockets ws:// or wss://host[:port][/path]",
             hint="for example mqtt://127.0.0.1:1883; user name and password are separate options",
         )
-    return Address(host, port or PORTS[scheme], scheme == "mqtts")
+    if scheme in ("ws", "wss"):
+        path = path if path.strip("/") else WS_PATH
+    return Address(host, port or PORTS[scheme], scheme in ("mqtts", "wss"), path)
 
 
 def check_plain(url: str, allowed: bool) -> str:
@@ -269,7 +276,7 @@ def check_plain(url: str, allowed: bool) -> str:
 def _tls_context(address: Address, ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
     if not address.tls:
         if ca or cert or key:
-            raise ConfigError("certificates cannot be used with a plain connection", hint="use mqtts://")
+            raise ConfigError("certificates cannot be used with a plain connection", hint="use mqtts:// or wss://")
         return None
     if (cert is None) != (key is None):
         raise ConfigError("a client certificate needs its key, and a key its certificate", where=str(cert or key))

@@ -23,7 +23,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Connected, Denied, Event, Message, Will
-from fleet_core.link.paho_client import CountingClient
+from fleet_core.link.paho_client import CountingClient, tcp_socket_of
 
 WINDOW = 32  # publishes in flight; fewer if the broker's receive maximum is lower
 PACKETS_AT_ONCE = 64  # read before events are returned
@@ -36,11 +36,12 @@ NO_RETAINED = "no retained messages"
 
 
 class Address(NamedTuple):
-    """Where a broker listens."""
+    """Where a broker listens. path: of MQTT over WebSockets, empty for MQTT over TCP."""
 
     host: str
     port: int
     tls: bool
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,7 @@ class Session:
         return time.monotonic() - self.began_s
 
     def socket(self) -> socket.socket | None:
-        found = self._client.socket()
-        return found if isinstance(found, socket.socket) else None
+        return self._client.tcp_socket()
 
     def work(self) -> None:
         """Writes, reads and keeps alive, without waiting."""
@@ -209,8 +209,11 @@ class Session:
         settings = self._settings
         version = MQTTProtocolVersion.MQTTv5 if self._version == 5 else MQTTProtocolVersion.MQTTv311
         client = CountingClient(
-            self._counters, settings.max_incoming_bytes, client_id=settings.client_id, protocol=version
+            self._counters, settings.max_incoming_bytes, client_id=settings.client_id, protocol=version,
+            transport="websockets" if settings.address.path else "tcp",
         )
+        if settings.address.path:
+            client.ws_set_options(settings.address.path)
         client.connect_timeout = settings.connect_timeout_s
         client.max_inflight_messages = 0  # no limit: this class limits the window
         if settings.tls is not None:
@@ -316,11 +319,15 @@ class Session:
                 self._events.append(Denied(pattern, str(reason)))
 
     def _on_socket_open(self, _client: paho.Client, _data: Any, sock: Any) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._counters.opened(sock)
+        tcp = tcp_socket_of(sock)
+        if tcp is not None:
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._counters.opened(tcp)
 
     def _on_socket_close(self, _client: paho.Client, _data: Any, sock: Any) -> None:
-        self._counters.closed(sock)
+        tcp = tcp_socket_of(sock)
+        if tcp is not None:
+            self._counters.closed(tcp)
 
 
 def _largest(items: Iterable[_Outgoing]) -> _Outgoing:

@@ -1,7 +1,8 @@
-"""paho's MQTT client, with byte counts, a limit on incoming packets, and readable network errors."""
+"""paho's MQTT client over TCP or WebSockets, with byte counts, a limit on what arrives, and readable network errors."""
 
 from __future__ import annotations
 
+import socket
 import ssl
 import time
 from typing import Any
@@ -25,8 +26,8 @@ ALERTS = {
 class CountingClient(paho.Client):
     """Counts bytes, refuses packets over a limit, and records whether the socket is drained and why it failed.
 
-    ``_sock_recv``, ``_sock_send`` and ``_sock_close`` are private methods of paho-mqtt < 3; a test checks that they
-    exist.
+    ``_sock_recv``, ``_sock_send`` and ``_sock_close`` are private methods of paho-mqtt < 3, ``_socket`` and
+    ``_readbuffer`` private to its WebSocket; tests check that they exist.
     """
 
     def __init__(self, counters: ByteCounters, max_incoming_bytes: int, **options: Any):
@@ -52,7 +53,8 @@ class CountingClient(paho.Client):
         try:
             data = super()._sock_recv(READ_BYTES)
         except BlockingIOError:
-            self.drained = True
+            self._check_frame()
+            self.drained = not self._decrypted()
             raise
         except OSError as error:
             self.failure, self.hung_up = describe(error), isinstance(error, ConnectionResetError)
@@ -61,6 +63,22 @@ class CountingClient(paho.Client):
             self.failure, self.hung_up = "the broker closed the connection", True
         self.counters.mqtt_received += len(data)
         return data
+
+    def _check_frame(self) -> None:
+        """paho keeps a WebSocket frame until it is whole. Raises ConnectionError for one over the limit."""
+        held = len(getattr(self.socket(), "_readbuffer", b""))
+        if held > self.max_incoming_bytes + READ_BYTES:
+            self.failure = f"a WebSocket frame of over {held} bytes is over the limit of {self.max_incoming_bytes}"
+            raise ConnectionError(self.failure)
+
+    def _decrypted(self) -> bool:
+        """Whether a WebSocket over TLS holds bytes that no longer make the socket readable."""
+        sock: Any = self.socket()
+        return hasattr(sock, "_readbuffer") and bool(sock.pending())
+
+    def tcp_socket(self) -> socket.socket | None:
+        """The connection's socket, under WebSockets too; None without a connection."""
+        return tcp_socket_of(self.socket())
 
     def _sock_send(self, buf: bytes | bytearray) -> int:
         try:
@@ -88,6 +106,12 @@ class CountingClient(paho.Client):
     def drop(self) -> None:
         """Closes the socket as a crash would: without DISCONNECT."""
         self._sock_close()
+
+
+def tcp_socket_of(sock: Any) -> socket.socket | None:
+    """The socket that paho gives to its callbacks; under a WebSocket that which carries it."""
+    found = getattr(sock, "_socket", sock)
+    return found if isinstance(found, socket.socket) else None
 
 
 def describe(error: BaseException) -> str:

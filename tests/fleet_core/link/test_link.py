@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
 import logging
 import os
 import socket
@@ -9,7 +12,7 @@ import ssl
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from ipaddress import ip_address
@@ -32,6 +35,7 @@ from fleet_core.link.byte_counters import wire_bytes
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import BACKOFF_FIRST_S, BACKOFF_LAST_S, MqttLink, parse_url
 from fleet_core.link.mqtt_connection import NO_RETAINED, SKIPPED_S, Session
+from fleet_core.link.paho_client import tcp_socket_of
 from tests.support.brokers import (
     ACCEPTED_V3,
     ACCEPTED_V5,
@@ -45,10 +49,11 @@ from tests.support.brokers import (
     Peer,
     RecordingLink,
     ScriptedBroker,
+    free_port,
     publish_packet,
     until,
 )
-from tests.support.faults import mosquitto
+from tests.support.faults import Mosquitto, mosquitto
 from tests.support.pki import user_pki
 from tests.support.waiting import PATIENCE_S
 
@@ -93,6 +98,26 @@ class MqttStage:
         self.broker.stop()
 
 
+class WebSocketStage(MqttStage):
+    """A mosquitto that speaks MQTT over WebSockets."""
+
+    def __init__(self, folder: Path, protocol: Literal[3, 5]):
+        self.protocol, port = protocol, free_port()
+        self.mosquitto = Mosquitto(folder, f"listener {port} 127.0.0.1\nprotocol websockets\n")
+        self.mosquitto.start()
+        self.url = f"ws://127.0.0.1:{port}/mqtt"
+
+    def link(self, client_id: str, will: Will | None = None, max_queued: int = 2000) -> Link:
+        return MqttLink(self.url, client_id=client_id, will=will, max_queued=max_queued, protocol=self.protocol)
+
+    def crash_and_restart(self) -> None:
+        self.mosquitto.kill(forget=True)
+        self.mosquitto.start()
+
+    def end(self) -> None:
+        self.mosquitto.stop()
+
+
 class LoopbackStage:
     def __init__(self) -> None:
         self.broker = LoopbackBroker()
@@ -124,14 +149,35 @@ def socket_of(link: Link) -> socket.socket:
     return found
 
 
-@pytest.fixture(
-    params=["loopback", "amqtt", pytest.param(3, marks=NEEDS_MOSQUITTO), pytest.param(5, marks=NEEDS_MOSQUITTO)],
-    ids=["loopback", "amqtt", "mqtt3.1.1", "mqtt5"],
-)
+TCP = {"loopback": "loopback", "amqtt": "amqtt", "mqtt3.1.1": 3, "mqtt5": 5}
+WEB_SOCKETS = {"websockets3.1.1": "ws3", "websockets5": "ws5"}
+
+
+def kinds(named: dict[str, Any]) -> list[Any]:
+    return [pytest.param(kind, id=name, marks=() if name in ("loopback", "amqtt") else NEEDS_MOSQUITTO)
+            for name, kind in named.items()]
+
+
+def stage_of(kind: Any, folder: Path) -> Stage:
+    made: dict[Any, Callable[[], Stage]] = {
+        "loopback": LoopbackStage, "amqtt": lambda: MqttStage(folder, 3, embedded=True),
+        3: lambda: MqttStage(folder, 3), 5: lambda: MqttStage(folder, 5),
+        "ws3": lambda: WebSocketStage(folder, 3), "ws5": lambda: WebSocketStage(folder, 5),
+    }
+    return made[kind]()
+
+
+@pytest.fixture(params=kinds(TCP | WEB_SOCKETS))
 def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
-    made: Stage = LoopbackStage() if request.param == "loopback" else MqttStage(
-        tmp_path / "broker", 3 if request.param == "amqtt" else request.param, embedded=request.param == "amqtt"
-    )
+    made = stage_of(request.param, tmp_path / "broker")
+    yield made
+    made.end()
+
+
+@pytest.fixture(params=kinds(TCP))
+def fast_stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
+    """Without mosquitto's WebSockets, which get 40 kB a second."""
+    made = stage_of(request.param, tmp_path / "broker")
     yield made
     made.end()
 
@@ -201,8 +247,8 @@ def test_a_death_publishes_the_will(stage: Stage) -> None:
     assert set(late.of(Message)) == {Message("fleet/a/st", b"gone", retain=True)}, "at least once: amqtt may send twice"
 
 
-def test_an_orderly_close_sends_what_waits_and_publishes_no_will(stage: Stage) -> None:
-    reader, leaving = opened(stage, "reader", "fleet/#"), opened(stage, "a", "fleet/#", will=WILL)
+def test_an_orderly_close_sends_what_waits_and_publishes_no_will(fast_stage: Stage) -> None:
+    reader, leaving = opened(fast_stage, "reader", "fleet/#"), opened(fast_stage, "a", "fleet/#", will=WILL)
     for index in range(100):
         leaving.link.publish(f"fleet/{index}", bytes(10_000))
     leaving.link.close()
@@ -267,14 +313,14 @@ def test_topics_and_filters_that_mqtt_does_not_know_are_errors(stage: Stage) -> 
             link.subscribe(pattern)
 
 
-def test_a_megabyte_is_counted_within_one_percent_on_both_sides(stage: Stage) -> None:
-    writer, reader = opened(stage, "writer"), opened(stage, "reader", "x")
+def test_a_megabyte_is_counted_within_one_percent_on_both_sides(fast_stage: Stage) -> None:
+    writer, reader = opened(fast_stage, "writer"), opened(fast_stage, "reader", "x")
     writer.link.publish("x", bytes(1_000_000))
     until(lambda: reader.of(Message) and not writer.link.unacknowledged, writer, reader)
     sent, received = writer.link.counters.snapshot(), reader.link.counters.snapshot()
     assert 1_000_000 < sent.mqtt_sent < 1_010_000
     assert 1_000_000 < received.mqtt_received < 1_010_000
-    if isinstance(stage, LoopbackStage) or sys.platform != "linux":
+    if isinstance(fast_stage, LoopbackStage) or sys.platform != "linux":
         assert sent.wire_sent is received.wire_received is None
     else:
         assert sent.wire_sent is not None
@@ -716,7 +762,8 @@ def test_closing_with_messages_unread_does_not_reset_the_connection(scripted: Sc
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:1883", "http://h", "mqtt://", "mqtt://h:0", "mqtt://h:x", "mqtt://u:p@h", "mqtt://h/x"]
+    "url", ["", "127.0.0.1:1883", "http://h", "mqtt://", "mqtt://h:0", "mqtt://h:x", "mqtt://u:p@h", "mqtt://h/x",
+            "ws://", "ws://u:p@h/mqtt", "ws://h/mqtt?x=1", "wss://h/a\x7fb"]
 )
 def test_a_url_that_is_no_broker_is_refused_with_a_hint(url: str) -> None:
     with pytest.raises(ConfigError, match=r"mqtt://host\[:port\](.|\n)*hint: "):
@@ -724,9 +771,102 @@ def test_a_url_that_is_no_broker_is_refused_with_a_hint(url: str) -> None:
 
 
 def test_the_port_and_tls_follow_from_the_url() -> None:
-    assert parse_url("mqtt://h") == ("h", 1883, False)
-    assert parse_url("mqtts://h/") == ("h", 8883, True)
-    assert parse_url("mqtt://[::1]:7") == ("::1", 7, False)
+    assert parse_url("mqtt://h") == ("h", 1883, False, "")
+    assert parse_url("mqtts://h/") == ("h", 8883, True, "")
+    assert parse_url("mqtt://[::1]:7") == ("::1", 7, False, "")
+    assert parse_url("ws://h") == ("h", 80, False, "/mqtt")
+    assert parse_url("wss://h:9/a/b") == ("h", 9, True, "/a/b")
+
+
+class WebServer(threading.Thread):
+    """Plays one WebSocket over plain TCP: shakes hands, and sends what it is given."""
+
+    def __init__(self, answer: bytes | None, sent: bytes = b""):
+        super().__init__(daemon=True)
+        self.answer, self.sent = answer, sent
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(PATIENCE_S)
+        self.url = f"ws://127.0.0.1:{self.listener.getsockname()[1]}/here"
+        self.asked = b""
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError), self.listener, self.listener.accept()[0] as sock:
+            while b"\r\n\r\n" not in self.asked:
+                self.asked += sock.recv(1000)
+            key = self.asked.partition(b"Sec-WebSocket-Key: ")[2].partition(b"\r\n")[0]
+            accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+            sock.sendall(self.answer or b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade"
+                         b"\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n")
+            sock.recv(1000)
+            sock.sendall(self.sent)
+            while sock.recv(1 << 16):
+                pass
+
+
+def frame(payload: bytes, opcode: int = 2) -> bytes:
+    """A WebSocket frame of a server."""
+    return bytes([0x80 | opcode, 127]) + struct.pack("!Q", len(payload)) + payload
+
+
+def over(server: WebServer, **options: Any) -> RecordingLink:
+    server.start()
+    watched = RecordingLink(MqttLink(server.url, client_id="a", protocol=5, **options))
+    watched.link.open()
+    return watched
+
+
+def test_pahos_private_web_socket_has_what_is_read_of_it() -> None:
+    server = WebServer(None, frame(ACCEPTED_V5))
+    watched = over(server)
+    until(lambda: watched.of(Connected), watched)
+    assert isinstance(watched.link, MqttLink)
+    assert watched.link._session is not None
+    carrier = watched.link._session._client.socket()
+    assert isinstance(getattr(carrier, "_readbuffer", None), bytearray)
+    assert tcp_socket_of(carrier) is watched.link._session.socket()
+    assert server.asked.startswith(b"GET /here HTTP/1.1")
+    watched.link.close()
+
+
+def test_pings_and_packets_in_pieces_are_read() -> None:
+    packet = publish_packet("x", bytes(200_000))
+    pieces = [frame(b"are you there", 9), *(frame(packet[at : at + 70_000]) for at in range(0, len(packet), 70_000))]
+    watched = over(WebServer(None, frame(ACCEPTED_V5) + b"".join(pieces)))
+    until(lambda: watched.of(Message), watched)
+    assert watched.of(Message)[0].payload == bytes(200_000)
+    watched.link.close()
+
+
+def test_a_frame_over_the_limit_ends_the_connection() -> None:
+    endless = bytes([0x82, 127]) + struct.pack("!Q", 1 << 40) + publish_packet("x", bytes(10)) * 40_000
+    watched = over(WebServer(None, frame(ACCEPTED_V5) + endless), max_incoming_bytes=100_000)
+    until(lambda: watched.of(Disconnected), watched)
+    assert "over the limit of 100000" in watched.of(Disconnected)[0].reason
+    watched.link.close()
+
+
+@NEEDS_MOSQUITTO
+def test_a_web_socket_over_tls_carries_a_chunk(tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path)
+    cert.chmod(0o644)
+    port = free_port()
+    with mosquitto(tmp_path / "b", f"listener {port} 127.0.0.1\nprotocol websockets\ncertfile {cert}\nkeyfile {key}\n"):
+        watched = RecordingLink(MqttLink(f"wss://127.0.0.1:{port}", client_id="a", ca=cert))
+        watched.link.subscribe("x")
+        watched.link.open()
+        until(lambda: watched.of(Connected), watched)
+        payload = os.urandom(61_440)
+        watched.link.publish("x", payload)
+        until(lambda: watched.of(Message), watched)
+        assert watched.of(Message)[0].payload == payload
+        watched.link.close()
+
+
+def test_what_is_no_web_socket_is_reported() -> None:
+    watched = over(WebServer(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n"))
+    until(lambda: watched.of(Disconnected), watched)
+    assert "WebSocket handshake error" in watched.of(Disconnected)[0].reason
+    watched.link.close()
 
 
 def test_tls_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
