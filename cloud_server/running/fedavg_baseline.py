@@ -37,7 +37,7 @@ def baseline_toml(live: FleetConfig) -> str:
     if batch:
         known["batch"] = batch
     plain = schema.plain(live)
-    fleet = {**plain["fleet"], "method": METHOD, "serve_every": live.fleet.rounds}
+    fleet = {**plain["fleet"], "method": METHOD, "serve_every": live.fleet.rounds, "enrolment": "open"}
     return config.toml({
         "fleet": fleet, "model": plain["model"], "link": {"up": "fp32", "down": "fp32"},
         "hyper": {**schema.plain(hyper(**known))},
