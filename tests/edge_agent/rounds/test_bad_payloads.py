@@ -107,7 +107,8 @@ def test_an_offer_of_too_many_chunks_is_refused_as_a_message(liar: FakeDevice) -
     offer = liar.update(b"x", blob=replace(consistent(4096, 1024), n=1_000_001))
     liar.offer(offer, 1)
     liar.w.step()
-    assert liar.w.logged("cannot be read: a malformed UploadManifest: blob.n: 1000001 is over the limit")
+    assert liar.w.logged("liar: update refused: its announcement cannot be read: ")
+    assert liar.w.logged("a malformed UploadManifest: blob.n: 1000001 is over the limit")
     assert liar.w.server.ledger.rows(Update) == []
     assert [down.t for down in liar.downs()] == ["heard", "reject"]
 
