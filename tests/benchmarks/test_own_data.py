@@ -100,6 +100,7 @@ def score_of(model: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> float:
     return float(figures["score"])
 
 
+@pytest.mark.slow
 def test_the_default_model_separates_vibrations_of_any_phase_and_a_position_bound_model_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,11 +120,11 @@ def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str
     [
         ("mlp", "fedrep", 10),
         ("rates", "fedmeta-metasgd", 1),
-        ("cnn1d", "per-fedavg-fo", 1),
-        ("ds-cnn", "pfldyn-maml", 10),
-        ("image", "fedmeta-metasgd", 1),
-        ("lenet", "lg-fedavg", 10),
-        ("lstm", "fedper", 10),
+        pytest.param("cnn1d", "per-fedavg-fo", 1, marks=pytest.mark.slow),
+        pytest.param("ds-cnn", "pfldyn-maml", 10, marks=pytest.mark.slow),
+        pytest.param("image", "fedmeta-metasgd", 1, marks=pytest.mark.slow),
+        pytest.param("lenet", "lg-fedavg", 10, marks=pytest.mark.slow),
+        pytest.param("lstm", "fedper", 10, marks=pytest.mark.slow),
         ("own", "scaffold", 1),
     ],
 )

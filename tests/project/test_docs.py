@@ -118,6 +118,7 @@ def test_the_page_of_models_has_all_of_them_with_their_sizes_and_options() -> No
         assert re.findall(r"`(\w+)`", options) == known, name
 
 
+@pytest.mark.slow
 def test_the_users_own_model_on_the_page_becomes_a_fleet_with_steps_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

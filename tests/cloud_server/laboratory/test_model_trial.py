@@ -216,6 +216,7 @@ def test_tokens_have_no_plain_baseline(monkeypatch: Any) -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_init_writes_the_chosen_model_shows_the_table_and_keeps_the_fleet_the_second_time(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_new_device_answers_from_a_bundle_alone(
     assert json.loads(run("predict", np_input, "--home", home, "--json")[1]) == answer
 
 
+@pytest.mark.slow
 def test_a_device_without_samples_says_that_it_needs_them(run: Run, tmp_path: Path) -> None:
     home = tmp_path / "d1"
     code, out, err = run("install", written(tmp_path, bundle_of("pfldyn-proto")), "--home", home)

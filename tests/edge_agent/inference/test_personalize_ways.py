@@ -99,6 +99,7 @@ def test_answers_from_embedded_samples_are_those_of_torchs_embeddings(tmp_path: 
     np.testing.assert_allclose(service.predict(X), wanted, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_with_none_chosen_the_served_model_answers_unpersonalized(tmp_path: Path) -> None:
     service = device(tmp_path, toml="[serve]\nworse_by = 1.0\n")
     by(service, "adapt")

@@ -214,6 +214,7 @@ def test_a_ledger_of_the_version_before_knows_no_date(tmp_path):
         assert ledger.devices()[0].revoked_at == 5.0
 
 
+@pytest.mark.slow
 def test_the_list_shows_what_waits_for_the_aggregator(tmp_path):
     place = small_fleet(tmp_path / "fleet").folder
     with Ledger(place / "ledger.sqlite") as ledger:
@@ -230,6 +231,7 @@ def test_the_list_shows_what_waits_for_the_aggregator(tmp_path):
     assert [d["pending"] for d in facts] == ["revoke", "revoke", "enroll"]
 
 
+@pytest.mark.slow
 def test_over_a_plain_broker_the_process_of_a_revoked_device_ends_with_its_own_exit_code(tmp_path):
     folder = tiny_fleet(tmp_path / "run", rounds=2)
     with processes(folder, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
