@@ -297,8 +297,8 @@ class Members:
 
     def refusal(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> str:
         """Why an update is not taken whose device has lost its training state too often, or empty. Arguments as of
-        ``on_update``."""
-        losses = self._losses(name, closed)
+        ``on_update``. A loss that this round has noted does not count: after a restart the update is judged again."""
+        losses = [number for number in self._losses(name, closed) if number < closed]
         unlike = "" if after is None or len(losses) < MOST_LOSSES else self._unlike(name, after, closed, begin)
         return unlike and (f"the device {unlike}, {len(losses)} times before in {LOSS_ROUNDS} rounds; it is counted "
                            f"again from round {losses[-MOST_LOSSES] + LOSS_ROUNDS + 1} on")

@@ -23,7 +23,7 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Evaluation, Round, Traffic, Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds import update_receiver
-from cloud_server.rounds.members import MOST_LOSSES, SILENT_S, Members
+from cloud_server.rounds.members import LOSS_ROUNDS, MOST_LOSSES, SILENT_S, Members
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from cloud_server.running import aggregator_process
 from edge_agent.compute.trainer import InlineTrainer, TrainerJobs
@@ -43,10 +43,10 @@ from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.model import choose_frozen, payloads
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.layout import InputSpec, Layout
-from fleet_core.protocol import chunks, device_messages, messages, round_messages, topics
+from fleet_core.protocol import chunks, device_messages, messages, topics
 from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
-from fleet_core.protocol.round_messages import Manifest, UploadManifest
+from fleet_core.protocol.round_messages import Manifest, UpdateRef, UploadManifest
 from fleet_core.protocol.signing import Signer
 from fleet_core.training.local_round import TrainResult
 from tests.support.deaths import Death, deadly
@@ -217,6 +217,20 @@ def test_a_device_that_loses_its_state_again_and_again_restarts_the_duals_three_
     assert "lost its training state, 3 times before in 20 rounds" in its[-1].reason
     assert {u.status for u in w.server.ledger.rows(Update, device="d0")} == {"counted"}
     assert all(r.closed_at is not None and r.closed_at - r.opened_at < 20 for r in w.server.ledger.rounds()), "no wait"
+
+
+def test_an_update_that_is_judged_again_after_a_restart_is_judged_as_before(fleet):
+    """The loss that it has noted itself does not count against it."""
+    w = fleet(rounds=2)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: w.closed() >= 1 and settled(w))
+    members, unknown = w.server._members, UpdateRef(1, "f" * 32)
+    for closed in range(1, 1 + MOST_LOSSES):
+        assert members.refusal("d0", unknown, closed, 1) == ""
+        members.on_update("d0", unknown, closed, 1)
+        assert members.refusal("d0", unknown, closed, 1) == ""
+    assert "3 times before in 20 rounds" in members.refusal("d0", unknown, 1 + MOST_LOSSES, 1)
+    assert members.refusal("d0", unknown, 1 + LOSS_ROUNDS, 1) == ""
 
 
 def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
@@ -940,7 +954,7 @@ def test_an_aggregator_between_lives_does_not_deny_an_update_that_it_holds(fleet
         server.step(0)
         w.clock.seconds += 1
     fake = FakeDevice(w, device)
-    ask = device_messages.Report(1, pending=round_messages.UpdateRef(1, upload.id))
+    ask = device_messages.Report(1, pending=UpdateRef(1, upload.id))
     fake.link.publish(topics.report(w.name, device), messages.encode(ask))
     server.step(0)
     fake.poll()
