@@ -97,19 +97,22 @@ class Sender:
         self._log(f"an alert was not sent: {why}")
 
 
-def watch(fleet: Fleet, section: AlertsSection, stopped: Callable[[], bool], log: Callable[[str], None], *,
-          look_s: float = LOOK_S) -> None:
-    """Tells alerts until ``stopped``, while no aggregator does. look_s: between two looks."""
+def watch(
+    fleet: Fleet, section: AlertsSection, stopped: Callable[[], bool], log: Callable[[str], None], *,
+    beside: bool = False, told: Callable[[Message], None] = lambda message: None, look_s: float = LOOK_S,
+) -> None:
+    """Tells alerts until ``stopped``. beside: in an aggregator; else only while none runs. told: called with every
+    message. look_s: between two looks."""
     found, send, looked_at = Alerts(fleet, section), Sender(section, log), -math.inf
     try:
         while not stopped():
-            if time.monotonic() - looked_at >= look_s:
+            if time.monotonic() - looked_at >= look_s and (beside or not fleet.running()):
                 looked_at = time.monotonic()
-                if not fleet.running():
-                    with contextlib.suppress(StateError), Ledger(fleet.ledger_path, create=False) as ledger:
-                        for message in found.look(ledger, time.time()):
-                            log(f"alert: {message['text']}")
-                            send(message)
+                with contextlib.suppress(StateError, OSError), Ledger(fleet.ledger_path, create=False) as ledger:
+                    for message in found.look(ledger, time.time()):
+                        log(f"alert: {message['text']}")
+                        told(message)
+                        send(message)
             time.sleep(min(0.2, look_s))
     finally:
         send.close()

@@ -26,7 +26,7 @@ from fleet_core.base import schema, storage
 from fleet_core.base.errors import shortened
 
 FILE = "alerts.json"
-LOOK_S = 10.0
+LOOK_S = 30.0
 ROUNDS_BACK, EVALUATED_BACK = 20, 500
 SAME_DEVICES = 0.8
 MOST_NAMES = 20

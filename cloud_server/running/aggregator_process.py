@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
+import queue
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,6 +38,7 @@ from fleet_core.protocol import topics
 TICK_S = 0.2
 MAX_QUEUED = 20_000  # messages to devices that all need one at the same time
 VIEW_S = 1.0
+END_S = 5.0
 DEFAULT_PORT = 1883
 DEFAULT_URL = f"mqtt://127.0.0.1:{DEFAULT_PORT}"
 EMBEDDED = "embedded"
@@ -160,8 +162,8 @@ def serve(
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
                 aggregator.keep_room()
-                with _alerting(fleet, ledger, aggregator, say) as look:
-                    _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say, look)
+                with _alerting(fleet, aggregator, say) as tell:
+                    _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say, tell)
             finally:
                 aggregator.close()
 
@@ -192,46 +194,51 @@ def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool],
 
 
 @contextlib.contextmanager
-def _alerting(fleet: Fleet, ledger: Ledger, aggregator: Aggregator, log: Log) -> Iterator[Callable[[], None]]:
-    """Yields what looks for alerts and tells them, when it is time."""
+def _alerting(fleet: Fleet, aggregator: Aggregator, log: Log) -> Iterator[Callable[[], None]]:
+    """Looks for alerts in a thread, so that no round waits for it. Yields what logs them and publishes them, which the
+    thread may not do; what cannot be published now is published at a later call."""
     section = fleet.config.alerts
     if section is None:
         yield lambda: None
         return
-    from cloud_server.integrations import alert_senders, alerts  # urllib.request is memory that most do not need
+    from cloud_server.integrations import alert_senders  # urllib.request is memory that most do not need
 
-    found, send, looked_at = alerts.Alerts(fleet, section), alert_senders.Sender(section, log), -math.inf
+    found: queue.SimpleQueue[str | alert_senders.Message] = queue.SimpleQueue()
+    ended, unsent = threading.Event(), dict[str, bytes]()
+    thread = threading.Thread(target=alert_senders.watch, args=(fleet, section, ended.is_set, found.put), daemon=True,
+                              kwargs={"beside": True, "told": found.put})
+    thread.start()
 
-    def look() -> None:
-        nonlocal looked_at
-        if time.monotonic() - looked_at < alerts.LOOK_S:
-            return
-        looked_at = time.monotonic()
-        with contextlib.suppress(StateError, OSError, LinkError):  # at the next look
-            for message in found.look(ledger, time.time()):
-                log(f"alert: {message['text']}")
-                send(message)
-                if section.mqtt:
-                    payload = json.dumps(message).encode() if message["state"] == "alert" else b""
-                    topic = topics.alert(fleet.config.fleet.name, message["kind"])
-                    aggregator.coordinator.link.publish(topic, payload, retain=True)
+    def tell() -> None:
+        while not found.empty():
+            one = found.get()
+            if isinstance(one, str):
+                log(one)
+            elif section.mqtt:
+                topic = topics.alert(fleet.config.fleet.name, one["kind"])
+                unsent[topic] = json.dumps(one).encode() if one["state"] == "alert" else b""
+        with contextlib.suppress(LinkError):
+            for topic in list(unsent):
+                aggregator.coordinator.link.publish(topic, unsent[topic], retain=True)
+                del unsent[topic]
 
     try:
-        yield look
+        yield tell
     finally:
-        send.close()
+        ended.set()
+        thread.join(END_S)
 
 
 def _step_until_stopped(
     aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], on_step: Callable[[Log], None],
-    until_done: bool, log: Log, look: Callable[[], None],
+    until_done: bool, log: Log, tell: Callable[[], None],
 ) -> None:
     drawn_at, announced, was_busy = 0.0, False, True
     while not stopped():
         busy = aggregator.step(TICK_S)
         if not stopped():  # a signal that stops this process may have stopped the broker too
             on_step(log)
-            look()
+            tell()
         if was_busy and not busy:
             allocator.trim()
         was_busy = busy

@@ -7,8 +7,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +18,15 @@ from typer.testing import CliRunner
 
 from benchmarks.console.made_fleet import MadeFleet
 from cloud_server.commands.cli import app
-from cloud_server.integrations import alerts
+from cloud_server.integrations import alert_senders, alerts
 from cloud_server.integrations.alert_senders import Sender, channels, watch
 from cloud_server.integrations.alerts import DAY_S, Alerts, present
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Certificate, Device, Evaluation, Round, Update
-from fleet_core.base.errors import ConfigError
+from cloud_server.running import aggregator_process
+from fleet_core.base.errors import ConfigError, LinkError
 from tests.support import waiting
 from tests.support.pki import fleet_without_model
 
@@ -207,6 +210,35 @@ def test_a_watch_tells_while_no_aggregator_runs(fleet: Fleet, tmp_path: Path) ->
     watch(fleet, section, lambda: next(looks), said.append, look_s=0.0)
     assert said == ["alert: t: no aggregator runs: metafleet server start"]
     waiting.until(kept.exists)
+
+
+def test_an_aggregator_publishes_an_alert_when_the_broker_takes_it_and_clears_it_when_it_is_over(
+    fleet: Fleet, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alert_senders, "watch", partial(watch, look_s=0.0))
+    section = AlertsSection(mqtt=True, disk_mib=0, pause_s=0)
+    asked = replace(fleet, config=replace(fleet.config, alerts=section))
+    published, said, away = list[tuple[str, bytes]](), list[str](), [True]
+
+    def publish(topic: str, payload: bytes, *, retain: bool) -> None:
+        if away[0]:
+            raise LinkError("is not connected")
+        assert retain
+        published.append((topic, payload))
+
+    aggregator: Any = SimpleNamespace(coordinator=SimpleNamespace(link=SimpleNamespace(publish=publish)))
+    with fleet.lock(), aggregator_process._alerting(asked, aggregator, said.append) as tell:
+        ledger.put(device("d0", last_seen=0.0))
+        waiting.until(lambda: said, tell)
+        assert published == []
+        away[0] = False
+        waiting.until(lambda: published, tell)
+        ledger.put(device("d0", state="on"))
+        waiting.until(lambda: len(published) == 2, tell)
+    assert [topic for topic, _ in published] == ["fl1/t/alert/lost"] * 2
+    assert json.loads(published[0][1])["devices"] == ["d0"]
+    assert published[1][1] == b""
+    assert said == [f"alert: t: {over}1 device off for more than 900 s: d0" for over in ("", "over: ")]
 
 
 def test_the_command_lists_alerts_and_sends_a_test(tmp_path: Path) -> None:
