@@ -22,7 +22,7 @@ from firmware_profiles.ssh.inventory import Entry
 from firmware_profiles.ssh.release import Release
 from firmware_profiles.ssh.remote import Remote, refuse
 from firmware_profiles.ssh.remote_install import OnDevice, Outcome, Plan, Tell
-from firmware_profiles.ssh.side_by_side import Result, Waves
+from firmware_profiles.ssh.side_by_side import ONE_WAVE, Result, Waves
 from fleet_core.base import schema, terminal
 from fleet_core.base.errors import FlashError
 from fleet_core.link.mqtt import MqttLink
@@ -64,8 +64,8 @@ def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> 
 
 
 def every(path: Path, choices: Choices, *, jobs: int, waves: tuple[int, ...] = (), most_failures: int = 0) -> None:
-    """``--all INVENTORY.toml``. Raises FlashError after all devices were tried, or a wave has halted,
-    if one of them failed."""
+    """``--all INVENTORY.toml``. Raises FlashError after all devices were tried, or the waves have
+    halted, if one of them failed."""
     entries = inventory.load(path)
     if choices.dry_run:
         plans = [(entry, _planned(entry, choices)) for entry in entries]
@@ -87,7 +87,7 @@ def every(path: Path, choices: Choices, *, jobs: int, waves: tuple[int, ...] = (
                          hint="run the same command again: it goes on with those that are not done")
 
 
-def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int, waves: Waves | None = None) -> list[Result]:
+def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int, waves: Waves = ONE_WAVE) -> list[Result]:
     def flash_one(entry: Entry, tell: Tell) -> Outcome:
         with (
             _connected(entry, choices.config, tell) as (remote, made, release_for),

@@ -6,7 +6,6 @@ Certificates are valid from a day before they are made, because the clock of a b
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,11 +15,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fleet_core.base import storage
-from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.base.errors import StateError
 from fleet_core.protocol import certificates
-from fleet_core.protocol.certificates import PrivateKey, PublicKey
+from fleet_core.protocol.certificates import PrivateKey, PublicKey, alternative_name, builder_of, now
 
-BACK_DATED = datetime.timedelta(days=1)
 AUTHORITY_LIFE = datetime.timedelta(days=30 * 365)
 LIFE = datetime.timedelta(days=10 * 365)
 """Lifetime of the aggregator's and the broker's certificates, which are renewed after half of it, and of a revocation
@@ -33,7 +31,7 @@ LOST = "put the fleet's folder back from a backup, or make a new fleet in an emp
 
 def devices_until() -> datetime.datetime:
     """When a device's certificate that is issued now ends."""
-    return _now() + DEVICE_LIFE - datetime.timedelta(seconds=secrets.randbelow(int(SPREAD.total_seconds())))
+    return now() + DEVICE_LIFE - datetime.timedelta(seconds=secrets.randbelow(int(SPREAD.total_seconds())))
 
 
 class Authority:
@@ -47,7 +45,7 @@ class Authority:
         """A new authority: its key at ``key_path``, mode 0600, and its self-signed certificate at ``path``."""
         key = certificates.new_key()
         subject = certificates.subject_name(name)
-        builder = _builder(subject, subject, key.public_key(), _now() + AUTHORITY_LIFE)
+        builder = builder_of(subject, subject, key.public_key(), now() + AUTHORITY_LIFE)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs=True), critical=True)
         certificate = builder.sign(key, hashes.SHA256())
@@ -74,19 +72,19 @@ class Authority:
     def server(self, hosts: Iterable[str], key: PublicKey) -> x509.Certificate:
         """A broker's certificate for these host names and addresses. It is not valid for a client. Raises ConfigError
         for a malformed host name."""
-        names = [_alternative_name(host) for host in hosts]
+        names = [alternative_name(host) for host in hosts]
         first = next(iter(hosts))
         return self._issue(first[:64], key, None, ExtendedKeyUsageOID.SERVER_AUTH, x509.SubjectAlternativeName(names))
 
     def revocations(self, revoked: Mapping[str, float], before: bytes | None) -> bytes:
         """A certificate revocation list, PEM. revoked: serial in hex -> Unix seconds. before: the previous list. The
         new one is dated later, because OpenSSL uses the newest list that it has."""
-        updated = _now() - BACK_DATED
+        updated = now() - certificates.BACK_DATED
         if before is not None:
             last = x509.load_pem_x509_crl(before).last_update_utc
             updated = max(updated, last + datetime.timedelta(seconds=1))
         builder = x509.CertificateRevocationListBuilder().issuer_name(self.certificate.subject)
-        builder = builder.last_update(updated).next_update(_now() + LIFE)
+        builder = builder.last_update(updated).next_update(now() + LIFE)
         for serial, seconds in sorted(revoked.items()):
             when = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
             entry = x509.RevokedCertificateBuilder().serial_number(int(serial, 16)).revocation_date(when)
@@ -98,7 +96,7 @@ class Authority:
         self, name: str, key: PublicKey, until: datetime.datetime | None, purpose: x509.ObjectIdentifier,
         *more: x509.ExtensionType,
     ) -> x509.Certificate:
-        builder = _builder(certificates.subject_name(name), self.certificate.subject, key, until or _now() + LIFE)
+        builder = builder_of(certificates.subject_name(name), self.certificate.subject, key, until or now() + LIFE)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(_usage(signs=False), critical=True)
         for extension in (x509.ExtendedKeyUsage([purpose]), self._issuer_id(), *more):
@@ -109,32 +107,8 @@ class Authority:
         return x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: PublicKey, until: datetime.datetime
-) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-    builder = builder.serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(_now() - BACK_DATED).not_valid_after(until)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-
-
 def _usage(*, signs: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, content_commitment=False,
         key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )
-
-
-def _alternative_name(host: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    try:
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise ConfigError("is not a host name", where=host, expected="ASCII letters, digits, '-' and '.'") from error
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)

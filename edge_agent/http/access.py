@@ -6,8 +6,8 @@ fleet issued would not do: it is valid for a client alone, so that no device can
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import ipaddress
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from fleet_core.link.bearer_token import shown, token_in
 from fleet_core.link.hosts import is_loopback
 
 TOKEN, CERTIFICATE, KEY = "serve.token", "serve.pem", "serve.key"
-BACK_DATED, LIFE = datetime.timedelta(days=1), datetime.timedelta(days=10 * 365)
+LIFE = datetime.timedelta(days=10 * 365)
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -59,35 +60,24 @@ def access_of(home: Path, serve: Serve, names: Iterable[str]) -> Access:
 
 
 def create(certificate: Path, key: Path, names: Iterable[str]) -> None:
-    """Writes a key, mode 0600, and a certificate for ``names`` that it signs itself. Raises StateError."""
+    """Writes a key, mode 0600, and a certificate for ``names`` that it signs itself; a name that is no host's is left
+    out. Raises StateError."""
     from cryptography import x509  # memory that a server on this machine does not need
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     from fleet_core.protocol import certificates
 
-    def alternative(name: str) -> x509.GeneralName | None:
-        """None for what no client asks for: an address that stands for all, or a name that is none."""
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            try:
-                return x509.DNSName(name)
-            except ValueError:
-                return None
-        return None if address.is_unspecified else x509.IPAddress(address)
-
     made = certificates.new_key()
-    known = list(dict.fromkeys(filter(None, map(alternative, names))))
+    known: list[x509.GeneralName] = []
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(ConfigError):
+            known += [certificates.alternative_name(name)] if name not in EVERY_ADDRESS else []
     subject = certificates.subject_name(str(known[0].value)[:64])
-    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(made.public_key())
-    builder = builder.serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(now - BACK_DATED).not_valid_after(now + LIFE)
+    builder = certificates.builder_of(subject, subject, made.public_key(), certificates.now() + LIFE)
     for extension in (
-        x509.SubjectAlternativeName(known), x509.BasicConstraints(ca=False, path_length=None),
-        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
-        x509.SubjectKeyIdentifier.from_public_key(made.public_key()),
+        x509.SubjectAlternativeName(known),
+        x509.BasicConstraints(ca=False, path_length=None), x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
     ):
         builder = builder.add_extension(extension, critical=False)
     certificates.save_key(key, made)

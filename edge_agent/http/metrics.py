@@ -7,7 +7,6 @@ it is, Prometheus says by ``instance``; ``metafleet_agent_info`` has its name.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from edge_agent.device.process_usage import ProcessUsage
 from edge_agent.http.http_messages import Refused, Request, Response, as_error
 from edge_agent.http.http_server import HttpServer, Limits
 from fleet_core.board.device_settings import Metrics
-from fleet_core.link.hosts import is_ours
+from fleet_core.link.hosts import is_ours, of_this_machine
 from fleet_core.protocol.device_messages import Energy, Traffic
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -128,7 +127,7 @@ class MetricsPage:
 
 def start(settings: Metrics, figures: Callable[[], Figures], log: Callable[[str], None]) -> HttpServer:
     """Starts a server of the page. Raises LinkError if it cannot listen."""
-    page = MetricsPage(figures, (machine := socket.gethostname(), f"{machine}.local", *settings.names))
+    page = MetricsPage(figures, of_this_machine(*settings.names))
     server = HttpServer(page.answer, settings.host, settings.port, limits=LIMITS, log=log).start()
     log(f"metrics at {server.url}/metrics")
     return server

@@ -6,7 +6,6 @@ changes that ``edge-agent run`` or ``edge-agent personalize`` makes there.
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from fleet_core.base import processes
 from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.hosts import is_loopback, of_this_machine
 from fleet_core.protocol.device_messages import Answer
 
 CHECK_S = 0.5
@@ -65,8 +64,7 @@ def start(home: Path, settings: Settings, service: Service, log: Callable[[str],
     """Starts a server for ``service``. Raises LinkError if it cannot listen, and as ``access_of``."""
     allocator.share()
     name, address = settings.device.fleet, settings.serve
-    machine = socket.gethostname()
-    names = (settings.device.name, machine, f"{machine}.local", *address.names)
+    names = of_this_machine(settings.device.name, *address.names)
     access = access_of(home, address, names)
     protocol = InferenceProtocol(ServedModel(name, service), names, access.check)
     server = HttpServer(protocol.answer, address.host, address.port, tls=access.tls, log=log).start()

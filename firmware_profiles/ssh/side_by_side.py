@@ -45,6 +45,9 @@ class Waves:
             begin += size
 
 
+ONE_WAVE = Waves()
+
+
 @dataclass(frozen=True)
 class Result:
     """One device's outcome, or the error that ended its installation."""
@@ -69,7 +72,7 @@ Work = Callable[[Entry, Tell], Outcome]
 
 
 def flash_all(
-    entries: Sequence[Entry], work: Work, show: Show, jobs: int, waves: Waves | None = None
+    entries: Sequence[Entry], work: Work, show: Show, jobs: int, waves: Waves = ONE_WAVE
 ) -> list[Result]:
     """``work`` for every entry, ``jobs`` at the same time; results in the order of the entries. What is not begun after
     a wave with failures has an error that says so.
@@ -80,7 +83,6 @@ def flash_all(
     pool, stop = ThreadPoolExecutor(max(1, min(jobs, len(entries)))), threading.Event()
     try:
         with show:
-            waves = waves or Waves()
             results: list[Result] = []
             for wave in waves.of(entries):
                 failed = sum(result.error is not None for result in results)

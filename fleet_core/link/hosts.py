@@ -4,6 +4,7 @@ sending it (DNS rebinding)."""
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Collection
 
 
@@ -13,6 +14,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def of_this_machine(*more: str) -> tuple[str, ...]:
+    """``more`` and the machine's own name, with and without ``.local``."""
+    machine = socket.gethostname()
+    return (*more, machine, f"{machine}.local")
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:

@@ -6,6 +6,8 @@ Certificates travel as DER in base64 and are stored as PEM. No error message quo
 from __future__ import annotations
 
 import base64
+import datetime
+import ipaddress
 import textwrap
 from pathlib import Path
 
@@ -16,12 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from fleet_core.base import storage
-from fleet_core.base.errors import MessageError, StateError
+from fleet_core.base.errors import ConfigError, MessageError, StateError
 
 PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
 
 MAX_FILE_BYTES = 1 << 16
+BACK_DATED = datetime.timedelta(days=1)
+"""A certificate is valid from that long before it is made."""
 SIGNED_WITH = ec.ECDSA(hashes.SHA256())
 
 
@@ -178,6 +182,36 @@ def name_of(certificate: x509.Certificate) -> str:
 
 def subject_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+# To sign --------------------------------------------------------------------------------------------------------------
+
+
+def now() -> datetime.datetime:
+    """In whole seconds, which is what certificates have."""
+    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+
+
+def builder_of(
+    subject: x509.Name, issuer: x509.Name, key: PublicKey, until: datetime.datetime
+) -> x509.CertificateBuilder:
+    """A certificate for ``key``, valid from a day ago until ``until``, without what it is for."""
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now() - BACK_DATED).not_valid_after(until)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+
+
+def alternative_name(host: str) -> x509.GeneralName:
+    """Raises ConfigError for a malformed host name."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigError("is not a host name", where=host, expected="ASCII letters, digits, '-' and '.'") from error
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,20 @@ from fleet_core.codecs.interface import Seed
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.model.payloads import Sent
+from tests.support.inprocess import World, config_text, toy, world
+
+
+def started(
+    folder: Path, robust: str, *, devices: int, fewest: int, rounds: int, method: str = "pfldyn-proto", link: str = ""
+) -> World:
+    """A fleet whose ``devices`` are on. robust: lines of its table. fewest: with which a round begins."""
+    text = config_text(method, rounds=rounds, devices=fewest, link=f'up = "fp32"\n{link}',
+                       fleet="quorum = 1.0\ndeadline_s = 1e6")
+    w = world(folder, f"{text}\n[robust]\n{robust}\n")
+    w.start_server()
+    for n in range(devices):
+        w.start_agent(f"d{n}", toy(n))
+    return w
 
 
 def lie(patch: pytest.MonkeyPatch, factors: Mapping[str, float]) -> None:

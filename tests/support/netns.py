@@ -98,6 +98,11 @@ def unavailable() -> str | None:
     return None
 
 
+def names() -> str:
+    """Of all network namespaces, a line each."""
+    return _ip("netns", "list")
+
+
 def need_namespaces() -> None:
     """Skip the test where namespaces cannot be used."""
     if (reason := unavailable()) is not None:

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cloud_server.broker import mosquitto_config
 from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.identity import fleet_certificates
-from cloud_server.identity.certificate_authority import BACK_DATED, Authority
+from cloud_server.identity.certificate_authority import Authority
 from cloud_server.identity.token_enrolment import enrolment_url, issue_token, make_token
 from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Certificate, Device, Invitation
@@ -86,7 +86,7 @@ def test_certificates_begin_a_day_ago_and_are_good_for_one_thing(enroller: Enrol
     now = datetime.datetime.now(datetime.UTC)
     for path, server in ((folder / "aggregator.pem", False), (folder / "mosquitto" / "server.pem", True)):
         found = certificates.load_certificate(path)
-        assert found.not_valid_before_utc <= now - BACK_DATED + datetime.timedelta(minutes=1)
+        assert found.not_valid_before_utc <= now - certificates.BACK_DATED + datetime.timedelta(minutes=1)
         assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
         purposes = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert list(purposes) == [getattr(x509.oid.ExtendedKeyUsageOID, "SERVER_AUTH" if server else "CLIENT_AUTH")]

@@ -14,6 +14,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.ledger_tables import Round, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
+from tests.support import liars
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
 from tests.support.liars import lie
 from tests.support.world_checks import check_duals, checkpoint_bits, settled, statuses
@@ -26,16 +27,9 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fsync(monkeypatch)
 
 
-def started(
-    folder: Path, method: str = "pfldyn-proto", *, rule: str = "none", link: str = "", rounds: int = ROUNDS
-) -> World:
-    text = config_text(method, rounds=rounds, devices=DEVICES, link=f'up = "fp32"\n{link}',
-                       fleet="quorum = 1.0\ndeadline_s = 1e6")
-    w = world(folder, f'{text}\n[robust]\nrule = "{rule}"\nshare = 0.2\n')
-    w.start_server()
-    for n in range(DEVICES):
-        w.start_agent(f"d{n}", toy(n))
-    return w
+def started(folder: Path, *, rule: str = "none", link: str = "", rounds: int = ROUNDS) -> World:
+    return liars.started(folder, f'rule = "{rule}"\nshare = 0.2', devices=DEVICES, fewest=DEVICES, rounds=rounds,
+                         link=link)
 
 
 def ended(w: World, rounds: int = ROUNDS) -> World:

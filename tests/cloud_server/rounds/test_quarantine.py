@@ -15,8 +15,8 @@ from cloud_server.records.ledger import Ledger
 from cloud_server.records.ledger_tables import Device, Round, Update
 from cloud_server.rounds import reputation
 from fleet_core.base.errors import ConfigError
-from tests.support.inprocess import World, config_text, toy, without_fsync, world
-from tests.support.liars import lie
+from tests.support.inprocess import World, config_text, without_fsync, world
+from tests.support.liars import lie, started
 from tests.support.world_checks import check_duals, settled
 
 DEVICES = 4
@@ -27,14 +27,8 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fsync(monkeypatch)
 
 
-def started(folder: Path, robust: str = "", rounds: int = 8) -> World:
-    text = config_text("pfldyn-proto", rounds=rounds, devices=2, link='up = "fp32"',
-                       fleet="quorum = 1.0\ndeadline_s = 1e6")
-    w = world(folder, f"{text}\n[robust]\n{robust}\n")
-    w.start_server()
-    for n in range(DEVICES):
-        w.start_agent(f"d{n}", toy(n))
-    return w
+def fleet(folder: Path, robust: str = "") -> World:
+    return started(folder, robust, devices=DEVICES, fewest=2, rounds=8)
 
 
 def closed(w: World, number: int) -> bool:
@@ -79,7 +73,7 @@ def test_an_operator_quarantines_a_device_that_status_names_and_releases_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lie(monkeypatch, {"d2": -100.0})
-    w = started(tmp_path)
+    w = fleet(tmp_path)
     folder = w.fleet.folder
     assert w.pump(partial(closed, w, 3))
     commands.status(folder)
@@ -115,7 +109,7 @@ def test_an_operator_quarantines_a_device_that_status_names_and_releases_it(
 
 
 def test_an_update_of_the_open_round_is_withdrawn_with_its_device(tmp_path: Path) -> None:
-    w = started(tmp_path)
+    w = fleet(tmp_path)
     assert w.pump(partial(closed, w, 1))
     late = w.agents.pop("d3")
     assert w.pump(lambda: w.server.open is not None and len(w.server.open.received) == 3)
@@ -133,7 +127,7 @@ def test_an_update_of_the_open_round_is_withdrawn_with_its_device(tmp_path: Path
 
 def test_by_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, {"d1": -100.0})
-    w = started(tmp_path, "quarantine = true")
+    w = fleet(tmp_path, "quarantine = true")
     assert w.pump(partial(closed, w, 6))
     assert [("d1" in asked(w, number)) for number in range(1, 7)] == [True] * 3 + [False] * 3
     why = fleet_status.facts(Fleet.load(w.fleet.folder), w.server.ledger)["quarantined"]["d1"]
@@ -148,7 +142,7 @@ def test_not_by_rule_where_honest_updates_are_dropped_in_every_round(tmp_path: P
 
 
 def test_a_device_that_there_is_not_is_named(tmp_path: Path) -> None:
-    w = started(tmp_path)
+    w = fleet(tmp_path)
     assert w.pump(partial(closed, w, 1))
     with pytest.raises(ConfigError, match="no device 'd9'"):
         devices.devices_quarantine(w.fleet.folder, "d9")

@@ -17,7 +17,6 @@ import pytest
 
 from cloud_server.broker.mosquitto_config import BrokerSetup, address
 from cloud_server.broker.private_broker import Broker
-from cloud_server.identity import certificate_authority as authority_module
 from cloud_server.identity import fleet_certificates
 from cloud_server.identity.token_enrolment import make_token
 from cloud_server.records.fleet_folder import Fleet
@@ -334,7 +333,7 @@ def test_a_link_over_tls_requires_1_2_or_later(yard: Yard, tmp_path: Path) -> No
 
 def test_a_device_whose_clock_is_wrong_gets_an_error_with_its_time(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Certificates start a day ago; a clock that is further behind cannot be corrected, but the error names it."""
-    monkeypatch.setattr(authority_module, "BACK_DATED", -datetime.timedelta(days=2))
+    monkeypatch.setattr(certificates, "BACK_DATED", -datetime.timedelta(days=2))
     folder = yard.fleet.folder / "mosquitto"
     key = certificates.load_key(folder / "server.key").public_key()
     signed = fleet_certificates.authority(yard.fleet.folder).server(["127.0.0.1"], key)
