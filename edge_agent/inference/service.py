@@ -184,7 +184,7 @@ class Service:
     def _switch_if_good(self, personal: Personalization | None, served: Served) -> None:
         """Switches to the latest weights, or rolls them back."""
         try:
-            new = self.stored.open(personal, served)
+            new = self.stored.open(personal, served, unpersonalized=self._unpersonalized)
         except CodecError as error:  # the gradient steps diverged
             return self._roll_back(served.weights, str(error))
         self._last_checked = new

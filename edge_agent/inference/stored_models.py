@@ -198,13 +198,16 @@ class StoredModels:
         )  # fmt: skip
         return replace(personal, settings={**personal.settings, "added": data.added()})
 
-    def open(self, personal: Personalization | None, served: Served, before: Answering | None = None) -> Answering:
+    def open(
+        self, personal: Personalization | None, served: Served, before: Answering | None = None, *,
+        unpersonalized: Predictor | None = None,
+    ) -> Answering:
         """The served model with ``personal``, or unpersonalized for None. before: the model that answers now, whose
-        sessions are reused if they are the same. Raises FleetError."""
+        sessions are reused if they are the same. unpersonalized: of ``served``, if it is open. Raises FleetError."""
         self.check_golden_outputs(served.graph_id, served.graph)
         weights, layout = served.weights, served.graph.layout
         if personal is None:
-            predictor = Predictor.head(served.graph, trees.only(weights.params, MODEL_GROUPS))
+            predictor = unpersonalized or Predictor.head(served.graph, trees.only(weights.params, MODEL_GROUPS))
             return Answering(
                 predictor, weights.model, weights.round, "none", layout, layout.classes, served.slot, "predict"
             )
