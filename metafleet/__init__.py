@@ -23,7 +23,7 @@ from fleet_core import __version__
 
 if TYPE_CHECKING:
     from cloud_server.laboratory.compare.finished_runs import FinishedRun
-    from cloud_server.records.ledger import Ledger
+    from cloud_server.ledger.ledger import Ledger
 
 __all__ = ["Fleet", "Row", "Run", "__version__", "compare", "read_runs", "simulate"]
 
@@ -79,7 +79,7 @@ def simulate(
 
     Raises ConfigError with all mistakes of the experiment, and RoundError that names the runs that failed.
     """
-    from cloud_server.laboratory.run import experiment as experiments
+    from cloud_server.laboratory.plan import experiment as experiments
     from cloud_server.laboratory.run import simulate as simulation
 
     asked = experiments.read(experiment) if isinstance(experiment, Mapping) else experiments.load(Path(experiment))
@@ -149,7 +149,7 @@ class Fleet:
     def rounds(self) -> list[Row]:
         """The closed rounds: loss, accuracy and its spread over devices, macro_f1, bytes up and down by counter
         (payload, MQTT, wire), joules, seconds. Nested figures have names with dots."""
-        from cloud_server.reports import result
+        from cloud_server.results import result
 
         with self._ledger() as ledger:
             return [_flat(result.plain(one)) for one in result.round_figures(ledger)]
@@ -164,7 +164,7 @@ class Fleet:
     def evaluations(self) -> list[Row]:
         """Accuracy and macro-F1 of each device on its own test samples, by round and stage (before, fine_tuned,
         after personalization)."""
-        from cloud_server.records.ledger_tables import Evaluation
+        from cloud_server.ledger.ledger_tables import Evaluation
 
         with self._ledger() as ledger:
             return [
@@ -175,7 +175,7 @@ class Fleet:
 
     def updates(self) -> list[Row]:
         """Every update that arrived: its device and round, loss, samples, bytes, and whether it was counted."""
-        from cloud_server.records.ledger_tables import Update
+        from cloud_server.ledger.ledger_tables import Update
         from fleet_core.base import schema
 
         with self._ledger() as ledger:
@@ -183,14 +183,14 @@ class Fleet:
 
     def costs(self) -> list[Row]:
         """The bill by device: bytes by counter and kind, operations, joules by phase, CPU seconds, memory."""
-        from cloud_server.reports import device_costs, result
+        from cloud_server.results import device_costs, result
 
         with self._ledger() as ledger:
             return [_flat(result.plain(one)) for one in device_costs.of_ledger(ledger)]
 
     @contextmanager
     def _ledger(self) -> Iterator[Ledger]:
-        from cloud_server.records.ledger import Ledger
+        from cloud_server.ledger.ledger import Ledger
 
         with Ledger(self._folder.ledger_path, create=False) as ledger:
             yield ledger

@@ -17,14 +17,17 @@ Rows = list[list[tuple[str, str]]]
 ROOMS: dict[str, Rows] = {
     "cloud_server": [
         [("commands", "the command line metafleet")],
-        [("laboratory.compare", "tables, curves, advice"), ("console", "the fleet in a browser")],
-        [("laboratory.run", "simulated experiments"), ("devices", "enrol, revoke, flash, ask")],
-        [("running", "aggregator process, demo, backup")],
+        [("laboratory.advise", "which method and model"), ("console", "the fleet in a browser")],
+        [("laboratory.compare", "tables, curves"), ("laboratory.run", "simulated rounds"),
+         ("devices", "enrol, revoke, flash, ask")],
+        [("laboratory.plan", "experiment, samples, costs"), ("running", "aggregator process, demo")],
         [("rounds", "the round: open, receive, close"), ("integrations", "Prometheus, MLflow and others")],
         [("identity", "certificates and tokens"), ("broadcast", "manifest and models down")],
-        [("broker", "mosquitto, publishing"), ("reports", "result.json, report, verdict")],
+        [("broker", "mosquitto, publishing"), ("reports", "report, tables, live view"),
+         ("choices", "methods, codecs, boards")],
+        [("results", "result.json, bill, verdict")],
         [("figures", "scores, units, charts")],
-        [("records", "ledger, checkpoints, spool, fleet.toml")],
+        [("ledger", "rounds, devices, costs"), ("records", "checkpoints, spool, fleet.toml")],
     ],
     "edge_agent": [
         [("commands", "the command line edge-agent")],

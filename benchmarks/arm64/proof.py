@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.arm64 import image, scene
 from benchmarks.arm64.root import BOOKWORM, Debian
 from benchmarks.arm64.scene import Scene
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate
 
 PARTS = {"0xd03": "Cortex-A53", "0xd08": "Cortex-A72", "0xd0b": "Cortex-A76"}
 """CPU part numbers of Arm's cores, as /proc/cpuinfo has them."""

@@ -29,9 +29,9 @@ from benchmarks.arm64.machine import DOOR, Board, Machine, Patience
 from benchmarks.arm64.root import BOOKWORM, Debian
 from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.identity import fleet_certificates
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round, Update
 from fleet_core.base import schema
 from fleet_core.data import heartbeat
 from fleet_core.data import samples as stored

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Energy, Evaluation, Round, RoundCodec, Row, Traffic, Update
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Energy, Evaluation, Round, RoundCodec, Row, Traffic, Update
 
 PLACES = ("attic", "barn", "cellar", "dairy", "garden", "greenhouse", "kitchen", "loft", "mill", "orchard", "porch",
           "pump", "shed", "silo", "stable", "well")

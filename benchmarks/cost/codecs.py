@@ -26,7 +26,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks import markdown
-from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.run import simulate as simulation
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.run_folder import Store

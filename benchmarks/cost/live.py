@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.cost.to_target import BEST, CHOSEN, PER_FEDAVG, PFLDYN, task
 from benchmarks.own_data.commands import Commands
-from cloud_server.laboratory.run import workload as workloads
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Bytes, Volume
+from cloud_server.laboratory.plan import workload as workloads
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_sums import Bytes, Volume
 from fleet_core.base import config
 from fleet_core.base.processes import say
 from fleet_core.base.storage import write_atomic, write_json

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.checkpoint import Checkpoints
-from cloud_server.records.ledger import Ledger
 from cloud_server.running import demo_setup, in_one_process
 from export.first_model import first
 from fleet_core.base import processes

@@ -23,9 +23,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan.experiment import Experiment, MethodSection
 from cloud_server.laboratory.run.engine import Stopped
-from cloud_server.laboratory.run.experiment import Experiment, MethodSection
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.base import processes, schema

@@ -175,7 +175,7 @@ COLOURS = {label: style(k)[0] for k, label in enumerate(FP32)}
 
 
 def task_devices(name: str) -> int:
-    from cloud_server.laboratory.run import workload
+    from cloud_server.laboratory.plan import workload
 
     return len(workload.build(to_target.task(name)).train)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import open_function, open_kind
 from export.graph import export_graph, samples
 from export.train import export_train

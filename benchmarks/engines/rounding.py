@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from cloud_server.figures import scores
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Evaluation, Update
 from cloud_server.running import in_one_process
 from fleet_core.base import storage
 from fleet_core.board.device_settings import ENGINES, settings_of

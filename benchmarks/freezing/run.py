@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import markdown
 from benchmarks.cost import codecs
-from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.run import simulate as simulation
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.run_folder import Store

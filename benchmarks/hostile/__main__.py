@@ -18,7 +18,7 @@ import torch
 from benchmarks.hostile import tables
 from benchmarks.hostile.cell import measured
 from benchmarks.hostile.grid import DATA, cells, experiment
-from cloud_server.laboratory.run import workload
+from cloud_server.laboratory.plan import workload
 from fleet_core.base import processes
 
 HERE = Path(__file__).parent

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.hostile.grid import BACKDOOR, BOUND, INNER, LABELS, NOISE, SIGN
+from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run.device_work import DeviceEvaluation, EvaluationTask, TrainedDevice, TrainingTask
 from cloud_server.laboratory.run.executors import Executor
-from cloud_server.laboratory.run.workload import Workload
 from fleet_core.algorithms.interface import Payload
 from fleet_core.base import trees
 from fleet_core.base.trees import Params

@@ -14,14 +14,15 @@ import numpy as np
 
 from benchmarks.hostile import attacks
 from benchmarks.hostile.grid import BACKDOOR, DATA, MEAN, NOBODY, Cell, experiment
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run import simulate, workload
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload
+from cloud_server.laboratory.plan.workload import Workload
+from cloud_server.laboratory.run import simulate
 from cloud_server.laboratory.run.device_work import EvaluationTask, Setting
 from cloud_server.laboratory.run.engine import Engine, Laboratory
 from cloud_server.laboratory.run.executors import Inline
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
-from cloud_server.laboratory.run.workload import Workload
 from cloud_server.records import checkpoint
 from fleet_core.base import trees
 from fleet_core.base.errors import RoundError

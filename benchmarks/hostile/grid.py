@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan.experiment import Experiment
 from fleet_core.robust.settings import CEILING, NONE, RULES
 
 DEVICES, SHARES = 20, (0.1, 0.2, 0.3)

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.on_device import fleets
 from benchmarks.on_device.fleets import PLANS, Plan
 from benchmarks.on_device.ways import WAYS, drawn
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from fleet_core.base.storage import write_json
 from fleet_core.data import samples as stored
 from fleet_core.model.layout import Layout

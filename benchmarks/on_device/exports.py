@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from export import method_steps
 from export.adapt import with_adapt
 from export.graph import export_graph

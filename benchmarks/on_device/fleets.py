@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run import workload as workloads
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.simulate import Options, simulate
 from export.adapt import with_adapt

@@ -29,7 +29,7 @@ from benchmarks.on_device.cases import CASES, Case, drawn, plain
 from benchmarks.on_device.fleets import PLANS, Device, Plan
 from benchmarks.on_device.ways import drawn as labelled
 from benchmarks.on_device.ways import load
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import Session, open_kind, open_session
 from export.int8 import quantized
 from fleet_core.base import storage, trees

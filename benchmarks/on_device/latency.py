@@ -36,7 +36,7 @@ from torch.func import functional_call
 from benchmarks.on_device import homes
 from benchmarks.on_device.cases import CASES, LR, STEPS, SUPPORT, Case, drawn, plain
 from benchmarks.on_device.homes import Place
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import open_steps
 from export.adapt import with_adapt
 from fleet_core.base.storage import write_json

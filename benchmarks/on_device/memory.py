@@ -26,7 +26,7 @@ from benchmarks.on_device import homes
 from benchmarks.on_device.cases import CASES, STEPS, SUPPORT
 from benchmarks.on_device.homes import Place
 from benchmarks.overhead.memory import Watch
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from fleet_core.base.storage import write_json
 
 AGENT = [sys.executable, "-c", "from edge_agent.commands.cli import main; main()"]  # as the command edge-agent does

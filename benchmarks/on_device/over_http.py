@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.on_device import homes
 from benchmarks.on_device.asking import clients, collected, serving
 from benchmarks.on_device.cases import CASES
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from edge_agent.http.tensors import OF_NUMPY
 from edge_agent.inference.service import service_of
 from fleet_core.base.storage import write_json

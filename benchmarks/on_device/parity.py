@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.on_device.cases import CASES, LR, STEPS, SUPPORT, drawn, plain
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from export.adapt import with_adapt
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees

@@ -31,7 +31,7 @@ from benchmarks.on_device.memory import launched
 from benchmarks.overhead.memory import parse
 from benchmarks.overhead.processes import cpu_s
 from cloud_server.broker.private_broker import MOSQUITTO_CONFIG, find_mosquitto
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from fleet_core.base.storage import write_json
 
 ROOT = Path(__file__).parent.parent.parent

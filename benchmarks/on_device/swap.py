@@ -134,7 +134,7 @@ def main() -> None:
         return agent(*options.agent)
     from benchmarks.on_device import homes  # only making the device's model needs torch
     from benchmarks.on_device.cases import CASES
-    from cloud_server.reports.result import environment
+    from cloud_server.results.result import environment
 
     found = {}
     for way in ("agent", "beside"):

@@ -29,7 +29,7 @@ from benchmarks.on_device import fleets
 from benchmarks.on_device.accuracy import beside, spread
 from benchmarks.on_device.fleets import PLANS, Device, Plan
 from benchmarks.on_device.ways import drawn, load
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import Session, open_kind
 from fleet_core.base import trees
 from fleet_core.base.storage import write_json

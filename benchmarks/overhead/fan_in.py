@@ -40,10 +40,10 @@ import numpy as np
 
 from cloud_server.broker.private_broker import find_mosquitto
 from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import FleetConfig
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Update
 from edge_agent.connection.update_upload import Uploader
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config

@@ -17,8 +17,8 @@ from benchmarks.overhead import networks
 from benchmarks.overhead.processes import end_in_order
 from benchmarks.overhead.run import SETTLE_S, Setting, Stage, at_rest, start_agent, watched
 from benchmarks.overhead.workload import Workload, make_fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Evaluation
 from fleet_core.base.storage import write_json
 
 BAR_KB_PER_HOUR = 20.0

@@ -32,8 +32,8 @@ from benchmarks.overhead import memory, networks
 from benchmarks.overhead.networks import Network, Traffic
 from benchmarks.overhead.processes import Process, Processes, cpu_s, end_in_order, start_broker
 from benchmarks.overhead.workload import PARAMETERS, RAW_BYTES, Workload, make_fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Evaluation
 from fleet_core.base.storage import write_json
 
 LIMIT_S = 240.0

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloud_server.figures.scores import macro_f1
-from cloud_server.laboratory.run.workload import Part, Workload
+from cloud_server.laboratory.plan.workload import Part, Workload
 from fleet_core.personalization.plain_baseline import counted
 
 Array = NDArray[Any]

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.own_data import sets, table
 from benchmarks.own_data.baseline import nearest_mean
+from cloud_server.laboratory.advise.candidates import score
 from cloud_server.laboratory.compare import finished_runs
-from cloud_server.laboratory.compare.candidates import score
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run import workload
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload
+from cloud_server.laboratory.plan.experiment import Experiment
 from cloud_server.laboratory.run.engine import Stopped
-from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.base.storage import write_json
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.own_data import series
 from benchmarks.own_data.baseline import statistics
-from cloud_server.laboratory.compare.recordings import recordings
+from cloud_server.laboratory.advise.recordings import recordings
 from fleet_core.data.samples import Samples, save
 from fleet_core.data.sets import set_cache
 from fleet_core.data.sets.registry import entry

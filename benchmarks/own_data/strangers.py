@@ -39,8 +39,8 @@ from benchmarks import markdown
 from benchmarks.own_data import files
 from benchmarks.own_data.commands import Failed
 from benchmarks.own_data.walk import LATE, TRAINING, Device, devices_of, walk
-from cloud_server.reports.result import environment
-from cloud_server.reports.verdict import score
+from cloud_server.results.result import environment
+from cloud_server.results.verdict import score
 from fleet_core.base.storage import write_atomic, write_json
 from fleet_core.personalization.plain_baseline import LOGISTIC, NEAREST, Baseline, counted
 

@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.own_data import files
 from benchmarks.own_data.commands import COMMAND_S, Commands, Failed, text
 from benchmarks.own_data.files import Part
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Alone, Evaluation
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Alone, Evaluation
 from edge_agent.http.tensors import OF_NUMPY
 
 FLEET, BUNDLE, REPORT = "plant", "plant.bundle", "report.html"

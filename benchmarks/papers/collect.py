@@ -29,10 +29,10 @@ from typing import Any
 
 from cloud_server.laboratory.compare import comparison, finished_runs
 from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Point
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run.experiment import Experiment, Run
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan.experiment import Experiment, Run
 from cloud_server.laboratory.run.run_folder import Store
-from cloud_server.reports.outcome import SIMULATION
+from cloud_server.results.outcome import SIMULATION
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 

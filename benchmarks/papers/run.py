@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan.experiment import Experiment
 from cloud_server.laboratory.run.engine import Stopped
-from cloud_server.laboratory.run.experiment import Experiment
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.base.errors import ConfigError, FleetError
 

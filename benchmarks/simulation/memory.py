@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.data.samples import Samples, save
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.simulation.workload import CLASSES, LR, Workload
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan.experiment import Experiment
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.data.samples import Samples, save
 

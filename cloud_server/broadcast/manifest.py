@@ -10,10 +10,10 @@ from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.broadcast.served_model import ServedModels
 from cloud_server.broker.publisher import Publisher
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Update
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Update
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import Layout

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cloud_server.broadcast.delta_chain import DeltaChain
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.trees import Params
 from fleet_core.model import choose_codec

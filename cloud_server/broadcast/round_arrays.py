@@ -11,9 +11,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from cloud_server.broadcast.open_round import OpenRound
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import RoundArrays as Row
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import RoundArrays as Row
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
 from fleet_core.base.moving import Moving

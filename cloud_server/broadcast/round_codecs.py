@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from cloud_server.broadcast.models_down import moved
 from cloud_server.broadcast.open_round import OpenRound
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import RoundCodec
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import RoundCodec
 from fleet_core.algorithms.interface import ServerState
 from fleet_core.model import choose_codec
 from fleet_core.model.choose_codec import AUTO, WAYS, Choice, Past

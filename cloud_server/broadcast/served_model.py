@@ -12,10 +12,10 @@ import numpy as np
 
 from cloud_server.broadcast.models_down import ModelsDown, encode_model
 from cloud_server.broadcast.round_codecs import RoundCodecs
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Round
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, ServedModel
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Round
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import trees
 from fleet_core.base.moving import Moving

@@ -2,5 +2,5 @@
 commands has a file.
 
 Commands import what they need when they are called, so that ``--help`` is fast. The commands about devices and flashing
-are in ``cloud_server.devices``.
+are in ``cloud_server.devices``, those that list data sets and boards in ``cloud_server.choices``.
 """

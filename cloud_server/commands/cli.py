@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cloud_server.choices.datasets import datasets_app
+from cloud_server.choices.profiles import profiles_app
 from cloud_server.commands import bundle, costs, examples, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
-from cloud_server.commands.datasets import datasets_app
 from cloud_server.commands.lab import STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
 from cloud_server.commands.start import application
 from cloud_server.devices import flash
 from cloud_server.devices.devices import BROKER_OPTION, FLEET, JSON, PLAIN, broker_url, devices_app, enrolled_device
-from cloud_server.devices.profiles import profiles_app
 from cloud_server.devices.programs import programs_app
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError
@@ -25,7 +25,7 @@ from fleet_core.base.processes import typed
 from fleet_core.protocol import topics
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.compare.recordings import Model
+    from cloud_server.laboratory.advise.recordings import Model
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.fleet_settings import FleetConfig, ModelSection
     from fleet_core.base.trees import Params
@@ -135,8 +135,8 @@ def _first_fleet_toml(
 ) -> str:
     """fleet.toml for these samples. The model is the named one, that of the fleet in the folder, the winner of a trial,
     or the default; the first of these that exists. Raises FleetError."""
-    from cloud_server.running import method_catalogue
-    from cloud_server.running.first_settings import fleet_toml, load_data, model_for, topic_name
+    from cloud_server.choices import method_catalogue
+    from cloud_server.choices.first_settings import fleet_toml, load_data, model_for, topic_name
 
     samples, spec = load_data(data, processes.say, window=window, stride=stride)
     chosen = _existing_model(fleet) if model is None else None
@@ -205,7 +205,7 @@ def methods(
     as_json: JSON = False,
 ) -> None:
     """List the methods, or show one: what is sent, what stays, source, hyper-parameters."""
-    from cloud_server.running import method_catalogue
+    from cloud_server.choices import method_catalogue
     from fleet_core.algorithms.methods.registry import METHODS
 
     if name is not None:
@@ -222,7 +222,7 @@ def methods(
 @app.command()
 def codecs(as_json: JSON = False) -> None:
     """List the codecs: bits per value of a small model's noise, error feedback, bias."""
-    from cloud_server.running import codec_catalogue
+    from cloud_server.choices import codec_catalogue
     from fleet_core.codecs.kinds.registry import CODECS
 
     if as_json:
@@ -275,8 +275,8 @@ def report(
     = None,
 ) -> None:
     """Write one self-contained page: table, curves, bytes, joules, costs by device. It prints well, too."""
-    from cloud_server.reports import outcome
     from cloud_server.reports.html_report import render
+    from cloud_server.results import outcome
     from fleet_core.base import storage
 
     pricing = costs.pricing(folder, tariff, per_month, battery_wh)

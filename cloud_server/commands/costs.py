@@ -17,9 +17,9 @@ from fleet_core.base import processes, terminal
 from fleet_core.base.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
-    from cloud_server.reports.bill import Month
     from cloud_server.reports.html_costs import Pricing
-    from cloud_server.reports.result import Result
+    from cloud_server.results.bill import Month
+    from cloud_server.results.result import Result
 
 RUN = Annotated[Path, typer.Argument(metavar="FLEET|DIR", help="A fleet, or the folder of a run.")]
 TARIFF = Annotated[Path | None, typer.Option("--tariff", metavar="FILE", help="Prices and battery; default: "
@@ -39,7 +39,7 @@ def costs(
     battery_wh: BATTERY = None,
 ) -> None:
     """Show the bill: bytes, operations and joules by device, cost against accuracy, and a month of it in money."""
-    from cloud_server.reports import outcome, result
+    from cloud_server.results import outcome, result
 
     if as_csv and as_json:
         raise ConfigError("--csv and --json", expected="one of them")
@@ -64,7 +64,7 @@ def pricing(folder: Path, named: Path | None, per_month: float | None, battery_w
 
 
 def _months(run: Result, chosen: Pricing) -> list[Month]:
-    from cloud_server.reports import bill
+    from cloud_server.results import bill
 
     if chosen.rounds_per_day is None:
         return []
@@ -73,7 +73,7 @@ def _months(run: Result, chosen: Pricing) -> list[Month]:
 
 def _facts(run: Result, chosen: Pricing) -> dict[str, Any]:
     """Plain JSON; absent figures are left out."""
-    from cloud_server.reports import bill, result
+    from cloud_server.results import bill, result
 
     scores = {one.device: one for one in run.personalization}
     devices = []
@@ -94,7 +94,8 @@ def _facts(run: Result, chosen: Pricing) -> dict[str, Any]:
 
 def _blocks(run: Result, chosen: Pricing) -> Iterator[str]:
     """The tables of the terminal."""
-    from cloud_server.reports import bill, cost_tables
+    from cloud_server.reports import cost_tables
+    from cloud_server.results import bill
 
     yield f"{terminal.columns(*cost_tables.device_table(run))}\n{cost_tables.NOTE}"
     yield terminal.columns(*cost_tables.kind_table(run.costs))

@@ -17,9 +17,9 @@ from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.base.processes import typed
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.compare.advise import Options, Outcome, Simulate
-    from cloud_server.laboratory.compare.recordings import Model
-    from cloud_server.laboratory.run.experiment import Experiment, Run
+    from cloud_server.laboratory.advise.advise import Options, Outcome, Simulate
+    from cloud_server.laboratory.advise.recordings import Model
+    from cloud_server.laboratory.plan.experiment import Experiment, Run
     from cloud_server.laboratory.run.run_folder import Store
     from fleet_core.data.samples import Samples
     from fleet_core.model.layout import InputSpec
@@ -58,7 +58,7 @@ def simulate(
     from cloud_server.integrations import tracking
     from cloud_server.laboratory.compare import comparison as comparing
     from cloud_server.laboratory.compare import finished_runs, tables
-    from cloud_server.laboratory.run import experiment as experiments
+    from cloud_server.laboratory.plan import experiment as experiments
     from cloud_server.laboratory.run.run_folder import Store
     from cloud_server.running.child_processes import tracking_beside
 
@@ -143,8 +143,8 @@ def _checked_plan(
     experiment: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str]
 ) -> dict[str, Any]:
     """The experiment and the state of its runs as plain JSON. Raises FleetError if it cannot be run."""
+    from cloud_server.laboratory.plan import workload as workloads
     from cloud_server.laboratory.run import simulate as simulation
-    from cloud_server.laboratory.run import workload as workloads
     from cloud_server.laboratory.run.device_work import device_of
     from cloud_server.laboratory.run.run_folder import Store
 
@@ -228,9 +228,9 @@ def advise(
     as_json: JSON = False,
 ) -> None:
     """Recommend a method, model and codec for these recordings, from a short comparison on them."""
-    from cloud_server.laboratory.compare import advice
-    from cloud_server.laboratory.compare import advise as advising
-    from cloud_server.running import codec_catalogue
+    from cloud_server.choices import codec_catalogue
+    from cloud_server.laboratory.advise import advice
+    from cloud_server.laboratory.advise import advise as advising
     from fleet_core.base import storage
 
     folder = out or Path(f"advice-{Path(data).stem}")
@@ -251,7 +251,7 @@ def advise(
 
 def _advice_on(options: Options, folder: Path) -> Outcome:
     """Runs the comparison, in ``folder``. Raises FleetError, and KeyboardInterrupt if it is stopped."""
-    from cloud_server.laboratory.compare import advise as advising
+    from cloud_server.laboratory.advise import advise as advising
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.engine import Stopped
 
@@ -266,7 +266,7 @@ def _advice_on(options: Options, folder: Path) -> Outcome:
 
 def _simulator(stopped: Callable[[], bool]) -> Simulate:
     """How ``advise`` runs an experiment: with progress on the terminal, and every warning only once."""
-    from cloud_server.laboratory.run import experiment as experiments
+    from cloud_server.laboratory.plan import experiment as experiments
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.run_folder import Store
     from cloud_server.laboratory.run.run_progress import Progress
@@ -312,7 +312,7 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
     """The model chosen by a short trial on these samples, after printing the trial's table and warnings; None, with a
     reason on stderr, if no trial is possible."""
     try:
-        from cloud_server.laboratory.compare import model_trial
+        from cloud_server.laboratory.advise import model_trial
     except ModuleNotFoundError:
         return None  # making the fleet reports what to install
 

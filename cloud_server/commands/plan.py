@@ -15,7 +15,7 @@ from fleet_core.base import processes, terminal
 from fleet_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.run.planned_costs import Asked, Planned
+    from cloud_server.laboratory.plan.planned_costs import Asked, Planned
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.model.layout import Layout
 
@@ -31,8 +31,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Plan bytes, operations, computing time and joules of a run before it starts."""
-    from cloud_server.laboratory.run import planned_costs
-    from cloud_server.reports import result
+    from cloud_server.laboratory.plan import planned_costs
+    from cloud_server.results import result
     from fleet_core.base import config
     from fleet_core.board import catalogue
 
@@ -51,7 +51,7 @@ def plan(
 
 def _of_fleet(file: Path, devices: int | None) -> Asked:
     """Raises ConfigError if it is unknown how many devices there will be."""
-    from cloud_server.laboratory.run.planned_costs import Asked
+    from cloud_server.laboratory.plan.planned_costs import Asked
     from cloud_server.records.fleet_folder import Fleet, method_of
     from cloud_server.records.fleet_settings import FleetConfig
     from fleet_core.base import config
@@ -89,7 +89,7 @@ def _graph(fleet: Fleet) -> tuple[Layout, int | None]:
 
 def _enrolled(fleet: Fleet) -> tuple[int, int]:
     """Enrolled devices that train, and that are only served."""
-    from cloud_server.records.ledger import Ledger
+    from cloud_server.ledger.ledger import Ledger
 
     if not fleet.ledger_path.is_file():
         return 0, 0
@@ -100,9 +100,9 @@ def _enrolled(fleet: Fleet) -> tuple[int, int]:
 
 def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | None]:
     """(one plan for each method and grid, the experiment's board)."""
-    from cloud_server.laboratory.run import experiment as experiments
-    from cloud_server.laboratory.run import workload as workloads
-    from cloud_server.laboratory.run.planned_costs import Asked
+    from cloud_server.laboratory.plan import experiment as experiments
+    from cloud_server.laboratory.plan import workload as workloads
+    from cloud_server.laboratory.plan.planned_costs import Asked
     from fleet_core.learning import models
     from fleet_core.model import select_arrays
 

@@ -97,8 +97,8 @@ def server_config(
     """Write the files that mosquitto needs as this fleet's broker: configuration, access lists, certificates."""
     from cloud_server.broker.mosquitto_config import ENROLMENT_PORT, PORT, BrokerSetup
     from cloud_server.identity import fleet_certificates
+    from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
-    from cloud_server.records.ledger import Ledger
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path) as ledger:
@@ -116,9 +116,9 @@ def server_config(
 def status(fleet: FLEET, as_json: JSON = False) -> None:
     """Show closed rounds, which devices are on, and what the fleet has cost."""
     from cloud_server.devices import fleet_status
+    from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
-    from cloud_server.records.ledger import Ledger
-    from cloud_server.reports import result, verdict
+    from cloud_server.results import result, verdict
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
@@ -138,9 +138,9 @@ def show_alerts(
 ) -> None:
     """Show what of the fleet needs a person now; [alerts] in fleet.toml says who is told."""
     from cloud_server.integrations import alert_senders, alerts
+    from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.fleet_settings import AlertsSection
-    from cloud_server.records.ledger import Ledger
 
     made = Fleet.load(fleet)
     section = made.config.alerts or AlertsSection()
@@ -174,9 +174,9 @@ def rounds(
     as_json: JSON = False,
 ) -> None:
     """List every round: cohort, skipped and refused updates, loss, duration."""
+    from cloud_server.ledger.ledger import Ledger
+    from cloud_server.ledger.ledger_tables import RoundArrays, RoundCodec, Update
     from cloud_server.records.fleet_folder import Fleet
-    from cloud_server.records.ledger import Ledger
-    from cloud_server.records.ledger_tables import RoundArrays, RoundCodec, Update
     from cloud_server.reports import array_tables, codec_tables
 
     made = Fleet.load(fleet)

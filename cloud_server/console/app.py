@@ -29,8 +29,8 @@ from starlette.staticfiles import StaticFiles
 from cloud_server.console import actions, device_view, round_words
 from cloud_server.console.guard import Guard, Tokens, name_shown
 from cloud_server.console.live import Live
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
 from fleet_core.base.errors import FleetError
 from fleet_core.protocol import topics
 

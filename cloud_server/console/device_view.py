@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cloud_server.devices.devices import facts_of, known_device
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Energy, Evaluation, Traffic, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Energy, Evaluation, Traffic, Update
 from fleet_core.power.meter import WORKING
 
 MOST_ROUNDS = 1000

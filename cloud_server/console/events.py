@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.console import audit_log
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Update
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate, Update
 
 MOST_EVENTS = 300
 ROUNDS_BACK = 100

@@ -19,12 +19,12 @@ from typing import Any
 from cloud_server.console import events
 from cloud_server.devices import fleet_status
 from cloud_server.devices.devices import engine_of, listed_devices, pending_requests
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_sums import Joules, Volume
+from cloud_server.ledger.ledger_tables import Device, Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Joules, Volume
-from cloud_server.records.ledger_tables import Device, Round, Update
-from cloud_server.reports import result, verdict
 from cloud_server.reports.terminal_view import phase_of
+from cloud_server.results import result, verdict
 from cloud_server.rounds.budget import resting, used_of
 from cloud_server.rounds.reputation import quarantined
 

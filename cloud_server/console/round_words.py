@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cloud_server.figures.formatting import joules_text, seconds_text, share_text, spread_text, traffic_text
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round, RoundArrays, RoundCodec, Update
-from cloud_server.reports import array_tables, result
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round, RoundArrays, RoundCodec, Update
+from cloud_server.reports import array_tables
+from cloud_server.results import result
 from fleet_core.base import terminal
 from fleet_core.base.errors import ConfigError, shortened
 

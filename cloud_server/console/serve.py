@@ -18,8 +18,8 @@ from cloud_server.console import guard
 from cloud_server.console.app import app
 from cloud_server.console.live import Live
 from cloud_server.identity import fleet_certificates
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
 from fleet_core.base import processes
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.link.bearer_token import token_in

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.records.ledger import Ledger, requested_at
-from cloud_server.records.ledger_tables import Certificate, Device
+from cloud_server.ledger.ledger import Ledger, requested_at
+from cloud_server.ledger.ledger_tables import Certificate, Device
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.processes import typed
@@ -273,7 +273,7 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
     """Asks the aggregator to revoke a device. Returns the serials of its valid certificates, and whether the aggregator
     runs. Raises ConfigError if there is no such device, StateError."""
     from cloud_server.identity import fleet_certificates
-    from cloud_server.records import disk_errors
+    from cloud_server.ledger import disk_errors
 
     def asked() -> tuple[list[str], bool]:
         with Ledger(fleet.ledger_path, create=False) as ledger:

@@ -10,12 +10,12 @@ from typing import Any, TextIO
 
 from cloud_server.devices import pause
 from cloud_server.identity import token_enrolment
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round
-from cloud_server.reports import result
-from cloud_server.reports.result import Sums
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
+from cloud_server.results import result
+from cloud_server.results.result import Sums
 from cloud_server.rounds import reputation
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened

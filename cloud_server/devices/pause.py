@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round
 from fleet_core.base.processes import typed
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cloud_server.identity.fleet_certificates import TlsFiles
+from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger_tables import Device
 from fleet_core.base import terminal
 from fleet_core.base.errors import LinkError, RoundError
 from fleet_core.base.processes import typed

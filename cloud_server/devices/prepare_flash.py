@@ -18,9 +18,9 @@ from typing import Any
 
 from cloud_server.devices import devices
 from cloud_server.identity import device_folder, token_enrolment
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Invitation
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Invitation
 from firmware_profiles.package import board_needs as machine
 from firmware_profiles.package import device_file, device_package, own_wheels, program
 from firmware_profiles.package.board_needs import Machine

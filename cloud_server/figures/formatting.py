@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
+from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules
 
 ABSENT = "—"
 NOT_COUNTED = "not counted"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cloud_server.identity import fleet_certificates
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records import training_graph
 from cloud_server.records.fleet_folder import Fleet, check_folder, method_of
 from cloud_server.records.fleet_settings import FleetConfig
-from cloud_server.records.ledger import Ledger
 from fleet_core.base import config, storage
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.trees import Params

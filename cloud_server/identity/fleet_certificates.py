@@ -20,9 +20,9 @@ from typing import TypedDict
 from cloud_server.broker import mosquitto_config
 from cloud_server.broker.mosquitto_config import AGGREGATOR, OPERATORS, BrokerSetup
 from cloud_server.identity.certificate_authority import Authority
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate
 from fleet_core.base import config, storage
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.processes import typed

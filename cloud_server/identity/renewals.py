@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from cloud_server.identity import certificate_authority, fleet_certificates
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate
 from fleet_core.base.errors import MessageError
 from fleet_core.base.processes import typed
 from fleet_core.protocol import certificates

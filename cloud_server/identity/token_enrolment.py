@@ -17,9 +17,9 @@ from pathlib import Path
 
 from cloud_server.broker.mosquitto_config import address
 from cloud_server.identity import certificate_authority, fleet_certificates
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate, Invitation
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Invitation
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, LinkError, MessageError, StateError
 from fleet_core.link.interface import Link

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from cloud_server.integrations.alerts import LOOK_S, Alerts
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
-from cloud_server.records.ledger import Ledger
 from fleet_core import __version__
 from fleet_core.base.errors import StateError
 

@@ -18,10 +18,10 @@ from typing import Any
 from cryptography import x509
 
 from cloud_server.figures.html_elements import count_text
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Device, Evaluation, Update
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import shortened
 

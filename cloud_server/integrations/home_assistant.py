@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Evaluation, Update
-from cloud_server.reports import device_costs
-from cloud_server.reports.device_costs import DeviceCosts
+from cloud_server.results import device_costs
+from cloud_server.results.device_costs import DeviceCosts
 from fleet_core import __version__
 from fleet_core.base.errors import LinkError
 from fleet_core.link.await_broker import await_broker

@@ -14,12 +14,12 @@ from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_sums import Bytes
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Bytes
-from cloud_server.records.ledger_tables import Device, Evaluation, Round, Update
-from cloud_server.reports import device_costs
-from cloud_server.reports.device_costs import DeviceCosts
+from cloud_server.results import device_costs
+from cloud_server.results.device_costs import DeviceCosts
 from fleet_core import __version__
 from fleet_core.base.errors import LinkError
 

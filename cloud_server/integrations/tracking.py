@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
 from fleet_core.base import processes, schema, storage
 from fleet_core.base.errors import ConfigError, FleetError, StateError
 

@@ -1,7 +1,5 @@
-"""What users see of a fleet: result.json, report.html, tables on the terminal, warnings.
+"""What users see of a fleet: report.html, tables and the live view on the terminal.
 
-``result`` builds result.json from the ledger, ``outcome`` reads it, ``html_report`` renders it, ``terminal_view``
-follows a running fleet, ``verdict`` warns about useless answers. ``device_costs`` adds up a device's costs, ``bill``
-makes months and money of them, ``cost_tables`` and ``html_costs`` show them.
-``codec_tables`` and ``array_tables`` show what ``round_choices`` reads: codecs and arrays of rounds.
+``html_report`` renders result.json, ``terminal_view`` follows a running fleet. ``cost_tables`` and ``html_costs`` show
+costs, ``codec_tables`` and ``array_tables`` the codecs and arrays of rounds. ``cloud_server.results`` has the figures.
 """

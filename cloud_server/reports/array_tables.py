@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from cloud_server.records.ledger_tables import RoundArrays
-from cloud_server.reports.result import RoundFigures
+from cloud_server.ledger.ledger_tables import RoundArrays
+from cloud_server.results.result import RoundFigures
 from fleet_core.base.errors import shortened
 
 NOTE = "an array that is frozen in a round is neither trained nor sent"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from cloud_server.figures.formatting import ABSENT
-from cloud_server.records.ledger_tables import RoundCodec
-from cloud_server.reports.result import RoundFigures
+from cloud_server.ledger.ledger_tables import RoundCodec
+from cloud_server.results.result import RoundFigures
 from fleet_core.model.choose_codec import WAYS
 
 NOTE = "auto: chosen for each round from what the rounds before it left out and from their loss"

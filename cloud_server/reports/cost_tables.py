@@ -15,11 +15,11 @@ from cloud_server.figures.formatting import (
     seconds_text,
     share_text,
 )
-from cloud_server.records.ledger_sums import Bytes, Joules
+from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.records.tariff import Tariff
-from cloud_server.reports.bill import DAYS, Month, Reached
-from cloud_server.reports.device_costs import DeviceCosts
-from cloud_server.reports.result import Result
+from cloud_server.results.bill import DAYS, Month, Reached
+from cloud_server.results.device_costs import DeviceCosts
+from cloud_server.results.result import Result
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
 KINDS = ("graph", "model", "update", "serve")

@@ -10,9 +10,10 @@ from cloud_server.figures.charts import Line, legend, line_chart, ticks
 from cloud_server.figures.formatting import bytes_text, share_text
 from cloud_server.figures.html_elements import text_table
 from cloud_server.records.tariff import MB, Tariff
-from cloud_server.reports import bill, cost_tables
+from cloud_server.reports import cost_tables
 from cloud_server.reports.cost_tables import Rows
-from cloud_server.reports.result import Result
+from cloud_server.results import bill
+from cloud_server.results.result import Result
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ from cloud_server.figures.formatting import (
 from cloud_server.figures.html_elements import card, cards, count_text, heading, page, row, text_table
 from cloud_server.figures.html_style import STYLE
 from cloud_server.figures.scores import Score
-from cloud_server.records.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs, outcome
-from cloud_server.reports import result as results
+from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules
+from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs
 from cloud_server.reports.html_costs import Pricing
-from cloud_server.reports.result import Personalization, Pooled, Result, RoundFigures
-from cloud_server.reports.verdict import compared
+from cloud_server.results import outcome
+from cloud_server.results import result as results
+from cloud_server.results.result import Personalization, Pooled, Result, RoundFigures
+from cloud_server.results.verdict import compared
 from fleet_core.power.meter import WORKING
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))

@@ -30,12 +30,12 @@ from cloud_server.figures.formatting import (
 )
 from cloud_server.figures.live_display import live
 from cloud_server.figures.scores import Score
-from cloud_server.records import ledger_tables as tables
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Bytes, Joules
-from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.ledger import ledger_tables as tables
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_sums import Bytes, Joules
+from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.reports import array_tables, codec_tables, cost_tables
-from cloud_server.reports.result import Result, RoundFigures, Sums, round_figures
+from cloud_server.results.result import Result, RoundFigures, Sums, round_figures
 from fleet_core.power.meter import WORKING
 
 SHOWN_DEVICES = 20

@@ -17,11 +17,11 @@ from functools import partial
 
 from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broker import requirements
-from cloud_server.records import disk_errors
+from cloud_server.ledger import disk_errors
+from cloud_server.ledger.ledger import Ledger, requested_at
+from cloud_server.ledger.ledger_tables import Invitation
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger, requested_at
-from cloud_server.records.ledger_tables import Invitation
 from cloud_server.rounds import reputation
 from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.parts import assemble

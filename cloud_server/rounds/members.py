@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from sys import intern
 
 from cloud_server.broadcast.delta_chain import Holder
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records.fleet_settings import LinkSection
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device
 from cloud_server.rounds import reputation
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema

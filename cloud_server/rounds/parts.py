@@ -16,12 +16,12 @@ from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
 from cloud_server.identity.renewals import Renewals
 from cloud_server.identity.token_enrolment import Enrolments, open_tokens
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records import training_graph
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
 from cloud_server.records.spool import Spool
-from cloud_server.reports.verdict import WarningLog
+from cloud_server.results.verdict import WarningLog
 from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.round_costs import RoundCosts

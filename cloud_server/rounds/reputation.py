@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Update
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Update
 
 WINDOW = 10
 """Closed rounds that are looked at."""

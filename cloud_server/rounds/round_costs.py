@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from cloud_server.figures.scores import confusion_accuracy, macro_f1
-from cloud_server.records import ledger_tables as tables
-from cloud_server.records.ledger import Ledger
+from cloud_server.ledger import ledger_tables as tables
+from cloud_server.ledger.ledger import Ledger
 from fleet_core.protocol import device_messages
 from fleet_core.protocol.device_messages import Evaluation, Report
 

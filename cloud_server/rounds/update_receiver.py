@@ -7,9 +7,9 @@ from typing import Any
 
 from cloud_server.broadcast.open_round import OpenRound, Rounds
 from cloud_server.broadcast.round_codecs import RoundCodecs
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round, Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.members import Members
 from cloud_server.rounds.server_rule import RuleState

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cloud_server.records import disk_errors
-from cloud_server.records.ledger import Ledger
+from cloud_server.ledger import disk_errors
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.rounds.coordinator import Coordinator
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError

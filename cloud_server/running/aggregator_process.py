@@ -18,9 +18,9 @@ from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, BrokerSupervisor, start_broker, start_secured
 from cloud_server.identity import fleet_certificates
 from cloud_server.integrations import tracking
-from cloud_server.records import disk_errors
+from cloud_server.ledger import disk_errors
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
 from cloud_server.reports.terminal_view import LiveView, snapshot
 from cloud_server.rounds.coordinator import Coordinator, will
 from cloud_server.running.aggregator import Aggregator

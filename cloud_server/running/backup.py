@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from cloud_server.identity.fleet_certificates import SYSTEM
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round
 from cloud_server.records import checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round
 from fleet_core.base import storage
 from fleet_core.base.errors import ConfigError, StateError
 

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.records import training_graph
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Evaluation
-from cloud_server.reports import result
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, closing_table, snapshot
+from cloud_server.results import result
 from cloud_server.running import aggregator_process
 from cloud_server.running.child_processes import MAX_EXITS, ChildProcesses, console_beside
 from cloud_server.running.demo_setup import Options, demo_fleet_toml, run_folder, write_devices

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cloud_server.choices.first_settings import fleet_toml, load_data, model_for
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.running.first_settings import fleet_toml, load_data, model_for
 from fleet_core.base import processes, schema, storage
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.board.device_settings import ENGINES

@@ -11,10 +11,10 @@ from typing import Any
 
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import FleetConfig
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Evaluation
 from cloud_server.running import in_one_process
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes, schema, storage, terminal

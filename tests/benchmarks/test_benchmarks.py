@@ -22,8 +22,8 @@ from benchmarks.simulation import loop, ours, subnormals
 from benchmarks.simulation import memory as simulated_memory
 from benchmarks.simulation import run as simulated
 from benchmarks.simulation.workload import WORKLOADS
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run import workload as workloads
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload as workloads
 from fleet_core.learning import models
 from tests.support import lab, netns
 from tests.support.brokers import NEEDS_MOSQUITTO

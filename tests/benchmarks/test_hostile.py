@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.hostile import attacks, tables
 from benchmarks.hostile.grid import ATTACKS, BOUND, DATA, INNER, NOBODY, SETTINGS, SHARES, SIGN, Cell, cells, experiment
+from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run.device_work import DeviceEvaluation, EvaluationTask, TrainedDevice, TrainingTask
-from cloud_server.laboratory.run.workload import Workload
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.data.partitions import Share

@@ -26,7 +26,7 @@ from benchmarks.on_device import (
 )
 from benchmarks.on_device.cases import CLASSES, Case
 from benchmarks.on_device.fleets import Plan
-from cloud_server.reports.result import environment
+from cloud_server.results.result import environment
 from fleet_core.base import storage
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.own_data import choose, series, table
 from benchmarks.own_data.baseline import features
-from cloud_server.laboratory.compare.recordings import recordings
-from cloud_server.running.first_settings import fleet_toml, load_data, model_for
+from cloud_server.choices.first_settings import fleet_toml, load_data, model_for
+from cloud_server.laboratory.advise.recordings import recordings
 from fleet_core.base import config
 from fleet_core.data import model_input
 from fleet_core.data.samples import load

@@ -18,7 +18,7 @@ from benchmarks.papers.lim import attack
 from benchmarks.papers.lim.table import CASES
 from cloud_server.figures.formatting import ABSENT
 from cloud_server.laboratory.compare import comparison
-from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.algorithms.methods.registry import METHODS

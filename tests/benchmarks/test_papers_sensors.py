@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.papers import page
 from benchmarks.papers.sensors import choose, table
+from cloud_server.laboratory.advise.advise import METHODS_TRIED
+from cloud_server.laboratory.advise.candidates import score
 from cloud_server.laboratory.compare import finished_runs
-from cloud_server.laboratory.compare.advise import METHODS_TRIED
-from cloud_server.laboratory.compare.candidates import score
 from cloud_server.laboratory.compare.comparison import Bound, stat
 from cloud_server.laboratory.compare.tables import TIMES
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan.experiment import Experiment
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.algorithms.methods.registry import PRODUCT
 from fleet_core.base import schema

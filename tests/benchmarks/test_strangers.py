@@ -13,7 +13,7 @@ import pytest
 from benchmarks import markdown
 from benchmarks.own_data import commands, files, strangers, walk
 from benchmarks.own_data.strangers import BASELINES, FLEET, FREQUENT, GROUPS
-from cloud_server.running.first_settings import load_data
+from cloud_server.choices.first_settings import load_data
 
 
 def result(

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from cloud_server.running import method_catalogue
-from cloud_server.running.first_settings import load_data
+from cloud_server.choices import method_catalogue
+from cloud_server.choices.first_settings import load_data
 from export.first_model import first
 from fleet_core.algorithms.interface import LocalSgd, Payload, descend
 from fleet_core.algorithms.methods.average import AverageClient

@@ -40,7 +40,7 @@ HOMES = {
     "prometheus_client": ("cloud_server/integrations/prometheus.py",),
     "tensorboard": ("cloud_server/integrations/tracking.py",),
     "mlflow": ("cloud_server/integrations/tracking.py",),
-    "typer": ("cloud_server/commands/", "cloud_server/devices/"),
+    "typer": ("cloud_server/commands/", "cloud_server/devices/", "cloud_server/choices/"),
     "rich": ("cloud_server/", "firmware_profiles/ssh/"),
 }
 
@@ -61,7 +61,7 @@ LIGHT = {
         (
             "cloud_server.running.aggregator_process", "cloud_server.identity.create_fleet",
             "cloud_server.devices.predict", "cloud_server.reports.html_report", "cloud_server.running.backup",
-            "cloud_server.records.read_served_model", "cloud_server.running.method_catalogue",
+            "cloud_server.records.read_served_model", "cloud_server.choices.method_catalogue",
             "cloud_server.identity.token_enrolment", "cloud_server.devices.flash_over_ssh", "cloud_server.running.demo",
             "cloud_server.laboratory.compare.html_page", "cloud_server.laboratory.run.run_folder",
             "cloud_server.laboratory.run.run_progress", "firmware_profiles.image.card_image",

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 
+from cloud_server.choices.first_settings import fleet_toml
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, ServedModel
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.running.first_settings import fleet_toml
 from export.adapt import with_adapt
 from export.first_model import first
 from export.full_bundle import Served, whole

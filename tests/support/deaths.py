@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cloud_server.records.ledger import Ledger
+from cloud_server.ledger.ledger import Ledger
 from fleet_core.base import storage
 from fleet_core.link.loopback import LoopbackLink
 from tests.support.inprocess import Killed, World

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Evaluation, Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Evaluation, Round, Update
 from cloud_server.running import in_one_process
 from fleet_core.algorithms.interface import ClientState
 from fleet_core.base import compression, storage, trees

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run import workload
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload
+from cloud_server.laboratory.plan.experiment import Experiment, Run
 from cloud_server.laboratory.run.device_work import Setting
 from cloud_server.laboratory.run.engine import Engine, Laboratory
 from cloud_server.laboratory.run.executors import Executor, Inline
-from cloud_server.laboratory.run.experiment import Experiment, Run
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.records.checkpoint import Checkpoint

@@ -21,10 +21,10 @@ from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, start_secured
 from cloud_server.identity import fleet_certificates
 from cloud_server.identity.token_enrolment import Enrolments, make_token
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records.fleet_folder import Fleet, method_of
 from cloud_server.records.fleet_settings import FleetConfig
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device
 from fleet_core.base import config
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import certificates, enrolment_token, messages

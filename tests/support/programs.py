@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from cloud_server.choices.first_settings import fleet_toml
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running import in_one_process
-from cloud_server.running.first_settings import fleet_toml
 from export.first_model import first, train_graph_of
 from fleet_core.base.trees import Params
 from fleet_core.board.device_settings import settings_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.records.ledger_tables import Evaluation, Update
+from cloud_server.ledger.ledger_tables import Evaluation, Update
 from edge_agent.device.state import DeviceState
 from fleet_core.base import storage, trees
 from tests.support.inprocess import World, toy

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Update
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Update
 from fleet_core.link import Message
 from fleet_core.protocol import topics
 from tests.support.brokers import NEEDS_MOSQUITTO

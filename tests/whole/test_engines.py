@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Evaluation, Update
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Update
 from tests.support.brokers import private_broker
 from tests.support.programs import closed_rounds, device, edge_agent, metafleet, programs_in, small_fleet
 from tests.support.waiting import PATIENCE_S

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from cloud_server.commands.start import LIBRARIES
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Evaluation
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Evaluation
 from export.graph import MIN_ONNXRUNTIME
 from fleet_core.data.samples import save
 from fleet_core.personalization import device_bundle

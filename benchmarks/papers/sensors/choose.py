@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.run import told
+from cloud_server.laboratory.advise.candidates import score
 from cloud_server.laboratory.compare import finished_runs
-from cloud_server.laboratory.compare.candidates import score
-from cloud_server.laboratory.run import experiment as experiments
+from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.simulate import Options, simulate
 from fleet_core.algorithms.methods.registry import METHODS

@@ -16,8 +16,8 @@ from benchmarks import markdown
 from benchmarks.papers import page
 from benchmarks.papers.sensors import choose
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text
+from cloud_server.laboratory.advise.candidates import GAP_OF_ONE_SEED, LEAST_GAP
 from cloud_server.laboratory.compare import comparison
-from cloud_server.laboratory.compare.candidates import GAP_OF_ONE_SEED, LEAST_GAP
 from cloud_server.laboratory.compare.comparison import Stat
 from cloud_server.laboratory.compare.tables import gain_text
 from fleet_core.algorithms.methods.registry import METHODS

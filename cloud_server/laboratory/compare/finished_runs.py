@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from cloud_server.figures.scores import AMOUNT, SHARE
-from cloud_server.reports import outcome
-from cloud_server.reports import result as results
-from cloud_server.reports.result import Personalization, Result, RoundFigures
+from cloud_server.results import outcome
+from cloud_server.results import result as results
+from cloud_server.results.result import Personalization, Result, RoundFigures
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, StateError

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloud_server.laboratory.run import workload as workloads
-from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
+from cloud_server.laboratory.plan import workload as workloads
+from cloud_server.laboratory.plan.experiment import PLAIN, Experiment, Run
+from cloud_server.laboratory.plan.workload import Part, Workload
 from cloud_server.laboratory.run.run_folder import Clients
-from cloud_server.laboratory.run.workload import Part, Workload
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import CodecError, ConfigError, DataError, FleetError, RoundError

@@ -17,6 +17,10 @@ import numpy as np
 
 from cloud_server.broadcast.models_down import encode_model, moved, per_device_models
 from cloud_server.broadcast.served_model import Audience, asked_next, encode_served, is_new
+from cloud_server.laboratory.plan.experiment import PLAIN, Experiment, Run
+from cloud_server.laboratory.plan.frozen_arrays import RunArrays
+from cloud_server.laboratory.plan.model_downloads import SINCE, ModelDownloads, Sent, model_since, per_device_bytes
+from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run import round_figures
 from cloud_server.laboratory.run.device_work import (
     TEST_STEP,
@@ -26,12 +30,8 @@ from cloud_server.laboratory.run.device_work import (
     TrainingTask,
 )
 from cloud_server.laboratory.run.executors import Executor
-from cloud_server.laboratory.run.experiment import PLAIN, Experiment, Run
-from cloud_server.laboratory.run.frozen_arrays import RunArrays
-from cloud_server.laboratory.run.model_downloads import SINCE, ModelDownloads, Sent, model_since, per_device_bytes
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
-from cloud_server.laboratory.run.workload import Workload
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_settings import SERVE_MIN_CHANGE
 from fleet_core.algorithms import aggregation, freezing

@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any, Protocol
 
+from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run.device_work import (
     DeviceEvaluation,
     EvaluationTask,
@@ -29,7 +30,6 @@ from cloud_server.laboratory.run.device_work import (
     Worker,
     chunks,
 )
-from cloud_server.laboratory.run.workload import Workload
 from fleet_core.base.errors import ConfigError, RoundError
 
 EVALUATED_AT_ONCE = 4

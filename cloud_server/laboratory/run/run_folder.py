@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cloud_server.laboratory.run.experiment import SEVERAL, Experiment
+from cloud_server.laboratory.plan.experiment import SEVERAL, Experiment
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema, storage

@@ -17,16 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run import workload as workloads
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload as workloads
+from cloud_server.laboratory.plan.experiment import SEVERAL, Experiment, Run
+from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run.device_work import Setting, device_of
 from cloud_server.laboratory.run.engine import Engine, Laboratory, Stopped
 from cloud_server.laboratory.run.executors import Executor, Inline, Processes, RayExecutor, end_with_parent
-from cloud_server.laboratory.run.experiment import SEVERAL, Experiment, Run
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store, read_table
-from cloud_server.laboratory.run.workload import Workload
-from cloud_server.reports import result as results
+from cloud_server.results import result as results
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import ConfigError, FleetError, RoundError
 from fleet_core.board import catalogue

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cloud_server.broadcast.delta_chain import LINK_BYTES, NAMED_BYTES, DeltaChain, Holder, chain_of
+from cloud_server.ledger.ledger_tables import Round, Traffic
 from cloud_server.records import checkpoint as checkpoints
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, Delta
-from cloud_server.records.ledger_tables import Round, Traffic
 from edge_agent.device.manifest_method import method_of
 from fleet_core.algorithms.interface import ServerState
 from fleet_core.base import storage, trees

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.choices.first_settings import topic_name
 from cloud_server.commands import cli as operator_cli
 from cloud_server.commands import lab
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Round
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Round
 from cloud_server.running import aggregator_process
-from cloud_server.running.first_settings import topic_name
 from edge_agent.commands import cli as device_cli
 from edge_agent.device.state import DeviceState
 from fleet_core import __version__

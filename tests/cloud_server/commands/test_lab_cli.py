@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from cloud_server.commands import cli, lab
-from cloud_server.laboratory.run import experiment as experiments
-from cloud_server.laboratory.run.experiment import Experiment
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan.experiment import Experiment
 from cloud_server.laboratory.run.run_progress import Progress
 from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config, processes
@@ -25,8 +25,8 @@ from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.learning.architectures import MODELS
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.robust.settings import RobustSection
-from tests.cloud_server.laboratory.test_advise import written
-from tests.cloud_server.laboratory.test_compare import ended
+from tests.cloud_server.laboratory.advise.test_advise import written
+from tests.cloud_server.laboratory.compare.test_compare import ended
 from tests.support.cli import Run, runner
 from tests.support.paths import ROOT
 
@@ -277,7 +277,7 @@ def test_advise_writes_its_advice_and_the_settings_of_a_fleet(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cloud_server.laboratory.run import simulate
-    from tests.cloud_server.laboratory.test_advise import Bench
+    from tests.cloud_server.laboratory.advise.test_advise import Bench
 
     bench = Bench()
 

@@ -22,8 +22,8 @@ from cloud_server.console.fleet_view import FleetView
 from cloud_server.console.live import Live
 from cloud_server.console.serve import Address
 from cloud_server.devices import predict
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Round, Update
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round, Update
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.protocol import enrolment_token
 from fleet_core.protocol.device_messages import Answer

@@ -15,7 +15,7 @@ import pytest
 from cloud_server.devices import flash as flash_cli
 from cloud_server.devices import prepare_flash
 from cloud_server.identity import token_enrolment
-from cloud_server.records.ledger import Ledger
+from cloud_server.ledger.ledger import Ledger
 from firmware_profiles.image import block_device, partition_files
 from firmware_profiles.package import board_needs, program
 from firmware_profiles.package.program import Program, sha256_of

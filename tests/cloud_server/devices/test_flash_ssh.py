@@ -10,7 +10,7 @@ import pytest
 
 from cloud_server.devices import back_online
 from cloud_server.devices import flash as flash_cli
-from cloud_server.records.ledger import Ledger
+from cloud_server.ledger.ledger import Ledger
 from firmware_profiles.package import program
 from firmware_profiles.ssh import remote_install
 from fleet_core import __version__

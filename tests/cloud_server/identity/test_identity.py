@@ -23,8 +23,8 @@ from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.identity import fleet_certificates
 from cloud_server.identity.certificate_authority import Authority
 from cloud_server.identity.token_enrolment import enrolment_url, issue_token, make_token
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Device, Invitation
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate, Device, Invitation
 from edge_agent.connection import enrolment
 from edge_agent.connection.broker_login import tls_files
 from fleet_core.base.errors import ConfigError, MessageError, StateError

@@ -21,10 +21,10 @@ from cloud_server.commands.cli import app
 from cloud_server.integrations import alert_senders, alerts
 from cloud_server.integrations.alert_senders import Sender, channels, watch
 from cloud_server.integrations.alerts import DAY_S, Alerts, present
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Round, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Device, Evaluation, Round, Update
 from cloud_server.running import aggregator_process
 from fleet_core.base.errors import ConfigError, LinkError
 from tests.support import waiting

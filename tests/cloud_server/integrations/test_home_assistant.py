@@ -15,9 +15,9 @@ import pytest
 from cloud_server.commands import cli
 from cloud_server.integrations import home_assistant
 from cloud_server.integrations.home_assistant import SENSORS, Bridge, Names
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Energy
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Energy
 from fleet_core.link.interface import Message, Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import MqttLink

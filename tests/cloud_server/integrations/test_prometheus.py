@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cloud_server.commands import cli
 from cloud_server.integrations import prometheus
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Energy, Usage
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Energy, Usage
 from edge_agent.http import metrics
 from fleet_core.base.errors import LinkError
 from tests.edge_agent.http.test_metrics import FULL

@@ -12,9 +12,9 @@ import pytest
 from cloud_server.commands import cli
 from cloud_server.integrations import tracking
 from cloud_server.integrations.tracking import FleetSource, Follower, MLflow, Options, RunSource, TensorBoard
-from cloud_server.records.ledger import Ledger
+from cloud_server.ledger.ledger import Ledger
 from fleet_core.base.errors import ConfigError
-from tests.cloud_server.laboratory.test_advise import written
+from tests.cloud_server.laboratory.advise.test_advise import written
 from tests.support.brokers import free_port
 from tests.support.cli import runner
 from tests.support.programs import Programs, metafleet

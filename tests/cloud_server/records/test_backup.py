@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.records import checkpoint
-from cloud_server.records.ledger import Ledger
 from cloud_server.running.backup import backup
 from edge_agent.device.state import DeviceState
 from fleet_core.base.errors import StateError

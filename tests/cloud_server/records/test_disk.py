@@ -19,10 +19,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cloud_server.commands.cli import app
-from cloud_server.records import checkpoint, disk_errors
+from cloud_server.ledger import disk_errors
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device
+from cloud_server.records import checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will

@@ -17,12 +17,12 @@ from rich.console import Console
 from benchmarks.console.browser import chromium
 from cloud_server.figures import formatting
 from cloud_server.figures.charts import Line, legend, line_chart, ticks
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Bytes, Joules
-from cloud_server.records.ledger_tables import Device, Energy, Round, Traffic, Update
-from cloud_server.reports import outcome, result
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_sums import Bytes, Joules
+from cloud_server.ledger.ledger_tables import Device, Energy, Round, Traffic, Update
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, Snapshot, closing_table, round_line, snapshot
+from cloud_server.results import outcome, result
 from fleet_core.base.errors import DataError
 
 NAMES, NEW = ("106", "119", "124"), "118"

@@ -14,9 +14,9 @@ import pytest
 
 from cloud_server.devices import fleet_status
 from cloud_server.devices.devices import _status, facts_of
+from cloud_server.ledger.ledger_tables import Energy, Evaluation, Round, Traffic
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import BudgetSection
-from cloud_server.records.ledger_tables import Energy, Evaluation, Round, Traffic
 from cloud_server.rounds import budget
 from cloud_server.rounds.budget import DAY_S, resting
 from fleet_core.base.errors import ConfigError

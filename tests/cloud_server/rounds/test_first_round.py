@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from cloud_server.choices.first_settings import HEAD
 from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.ledger.ledger_tables import Invitation, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import NOTES, FleetConfig, FleetSection, LinkSection
-from cloud_server.records.ledger_tables import Invitation, Update
-from cloud_server.running.first_settings import HEAD
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Job
 from fleet_core.base import config, schema

@@ -19,8 +19,8 @@ import pytest
 
 from cloud_server.broadcast import manifest as manifests
 from cloud_server.broker.publisher import RETAINED_S, Publisher
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Evaluation, Round, Traffic, Update
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, Traffic, Update
 from cloud_server.records.spool import Spool
 from cloud_server.rounds import update_receiver
 from cloud_server.rounds.members import LOSS_ROUNDS, MOST_LOSSES, SILENT_S, Members

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cloud_server.commands import server as commands
+from cloud_server.ledger.ledger_tables import Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger_tables import Round, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
 from tests.support import liars

@@ -10,9 +10,9 @@ import pytest
 
 from cloud_server.commands import server as commands
 from cloud_server.devices import devices, fleet_status
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Round, Update
 from cloud_server.rounds import reputation
 from fleet_core.base.errors import ConfigError
 from tests.support.inprocess import World, config_text, without_fsync, world

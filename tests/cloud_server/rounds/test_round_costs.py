@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import VERSION, Device, Energy, Flops, Traffic, Usage
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import VERSION, Device, Energy, Flops, Traffic, Usage
 from cloud_server.rounds.round_costs import RoundCosts
 from fleet_core.base.errors import MessageError
 from fleet_core.base.spread import Spread

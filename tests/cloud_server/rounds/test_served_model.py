@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cloud_server.broadcast.served_model import PRECISION, Audience, encode_served, fetched_bytes, is_new
+from cloud_server.ledger.ledger_tables import Evaluation, Traffic
 from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, ServedModel
-from cloud_server.records.ledger_tables import Evaluation, Traffic
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.codecs.kinds.registry import CODECS

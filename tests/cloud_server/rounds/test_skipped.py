@@ -11,8 +11,9 @@ import pytest
 
 from cloud_server.commands import costs as costs_command
 from cloud_server.commands import server as commands
-from cloud_server.records.ledger_tables import Traffic, Update
-from cloud_server.reports import cost_tables, html_report, outcome, result, terminal_view
+from cloud_server.ledger.ledger_tables import Traffic, Update
+from cloud_server.reports import cost_tables, html_report, terminal_view
+from cloud_server.results import outcome, result
 from edge_agent.rounds.train_job import TrainJobs
 from fleet_core.protocol.round_messages import Manifest
 from tests.support.inprocess import World, config_text, toy, without_fsync, world

@@ -19,10 +19,10 @@ import httpx2
 import numpy as np
 import pytest
 
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Evaluation
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Device, Evaluation
-from cloud_server.reports.result import validate
+from cloud_server.results.result import validate
 from tests.support.programs import (
     Program,
     Programs,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.ledger.ledger_tables import Evaluation
 from edge_agent.compute import adapter
 from edge_agent.compute.adapter import AdapterProcess
 from edge_agent.compute.worker import Job

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Update
 from cloud_server.records import training_graph
-from cloud_server.records.ledger_tables import Device, Evaluation, Update
 from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.worker import Done, Inline, Job, Threaded
 from edge_agent.device.state import DeviceState

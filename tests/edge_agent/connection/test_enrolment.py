@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cloud_server.devices.devices import _seconds
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Evaluation
 from fleet_core.base.errors import ConfigError
 from fleet_core.data.samples import load, save
 from fleet_core.protocol import certificates, enrolment_token

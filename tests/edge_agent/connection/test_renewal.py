@@ -13,9 +13,9 @@ import pytest
 
 from cloud_server.identity import certificate_authority, fleet_certificates
 from cloud_server.identity.renewals import DAY_S, Renewals
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate, Device
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Device
 from cloud_server.rounds.coordinator import Coordinator
 from edge_agent.commands import doctor
 from edge_agent.commands.run import service_of

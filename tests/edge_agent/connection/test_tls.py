@@ -19,9 +19,9 @@ from cloud_server.broker.mosquitto_config import BrokerSetup, address
 from cloud_server.broker.private_broker import Broker
 from cloud_server.identity import fleet_certificates
 from cloud_server.identity.token_enrolment import make_token
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Certificate, Device
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_tables import Certificate, Device
 from fleet_core.base.errors import ConfigError
 from fleet_core.link import Connected, Disconnected, Message, Will
 from fleet_core.link.mqtt import MqttLink

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server.records.ledger_tables import Device
+from cloud_server.ledger.ledger_tables import Device
 from edge_agent.device import this_board
 from fleet_core.board import probe
 from fleet_core.board.device_settings import Board, Identity, Settings

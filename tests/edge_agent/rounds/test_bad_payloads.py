@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_server.records.ledger_tables import Update
+from cloud_server.ledger.ledger_tables import Update
 from cloud_server.records.spool import MAX_MANIFEST_BYTES, Spool
 from cloud_server.rounds.uploads import SILENCE_S, WRONG_CHUNKS, Uploads
 from fleet_core.base import storage, trees

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 
-from cloud_server.running import method_catalogue
+from cloud_server.choices import method_catalogue
 from edge_agent.compute.onnx_session import open_kind
 from edge_agent.device.state import read_state
 from edge_agent.http.http_messages import Head, Request

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cloud_server.records import ledger_tables as tables
-from cloud_server.records.ledger import APPLICATION, Ledger
-from cloud_server.records.ledger_tables import Update
+from cloud_server.ledger import ledger_tables as tables
+from cloud_server.ledger.ledger import APPLICATION, Ledger
+from cloud_server.ledger.ledger_tables import Update
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.protocol import messages, topics

@@ -20,14 +20,14 @@ import torch
 from cloud_server.broadcast import manifest
 from cloud_server.broadcast.models_down import encode_model
 from cloud_server.broadcast.served_model import Audience, encode_served
+from cloud_server.choices import method_catalogue
 from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.ledger.ledger_tables import Evaluation, Update
 from cloud_server.records import checkpoint
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet, method_of
 from cloud_server.records.fleet_settings import FleetConfig
-from cloud_server.records.ledger_tables import Evaluation, Update
 from cloud_server.rounds.update_receiver import REASON
-from cloud_server.running import method_catalogue
 from cloud_server.running.fedavg_baseline import baseline_toml
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Job

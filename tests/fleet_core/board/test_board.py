@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import firmware_profiles
 from cloud_server.commands.cli import app
-from cloud_server.records.ledger_tables import Evaluation
+from cloud_server.ledger.ledger_tables import Evaluation
 from edge_agent.device.manifest_method import capped
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import ConfigError

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cloud_server.commands.datasets import datasets_app
+from cloud_server.choices.datasets import datasets_app
 from fleet_core.base.errors import DataError, LinkError, StateError
 from fleet_core.data.samples import Samples, save
 from fleet_core.data.sets import download as downloading

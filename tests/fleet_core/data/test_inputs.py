@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.choices.first_settings import fleet_toml, load_data
 from cloud_server.records.fleet_settings import FleetConfig
-from cloud_server.running.first_settings import fleet_toml, load_data
 from edge_agent.device.local_samples import LocalData
 from fleet_core.base import config
 from fleet_core.base.errors import DataError

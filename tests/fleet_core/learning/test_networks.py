@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server.records.ledger_tables import Update
+from cloud_server.ledger.ledger_tables import Update
 from cloud_server.rounds.coordinator import Coordinator
 from edge_agent.rounds.agent import Agent
 from tests.support.brokers import NEEDS_MOSQUITTO

@@ -11,10 +11,10 @@ import pytest
 
 from cloud_server.broker.private_broker import find_mosquitto
 from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_sums import Volume
+from cloud_server.ledger.ledger_tables import Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.ledger import Ledger
-from cloud_server.records.ledger_sums import Volume
-from cloud_server.records.ledger_tables import Evaluation, Update
 from fleet_core.data.samples import Samples, save
 from fleet_core.link import Traffic
 from fleet_core.link.mqtt import MqttLink

@@ -1,0 +1,102 @@
+"""Makes the first fleet.toml from data: a named set or a file of samples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cloud_server.choices import codec_catalogue, method_catalogue
+from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, LinkSection
+from fleet_core.base import config, schema
+from fleet_core.base.errors import DataError
+from fleet_core.data import model_input
+from fleet_core.data.partitions import pool
+from fleet_core.data.samples import Samples, load
+from fleet_core.data.sets.registry import entries
+from fleet_core.data.sets.set_cache import load_set
+from fleet_core.model.layout import InputSpec
+from fleet_core.model.select_arrays import TrainSection
+
+NO_WINDOW = "leave --window and --stride out"
+HEAD = "# What is changed here holds from the next start of the server. Every key: docs/fleet.md of Metafleet."
+
+
+def topic_name(folder: str) -> str:
+    """A fleet's name from its folder's name: characters that topics do not allow become dashes."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", folder).strip("-")[:64] or "fleet"
+
+
+def load_data(
+    data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None
+) -> tuple[Samples, InputSpec]:
+    """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
+    how the file was read. window, stride: to cut a file of readings. Raises DataError, also for samples whose classes
+    have no names."""
+    if _is_named(data):
+        if window is not None or stride is not None:
+            raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
+        found = load_set(data)
+        return pool(found.train, found.test), found.entry.input_spec
+    samples = load(Path(data), window=window, stride=stride)
+    for remark in (*samples.notes, *model_input.remarks(samples.x)):
+        say(remark)
+    if model_input.channels_last(samples.x.shape[1:]):
+        raise DataError(f"x has shape {list(samples.x.shape)}", where=data, hint="np.moveaxis(x, -1, 1) turns it",
+                        expected="images [N, channels, height, width]")
+    if samples.classes is None:
+        most = int(samples.y.max())
+        raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
+                        f"for the labels 0 to {most}", hint="or store the class names in y")
+    return samples, model_input.standardized(samples.x)
+
+
+def model_for(data: str, samples: Samples) -> str:
+    """The named set's recommended model, else the default for samples of this shape."""
+    recommended = entries()[data].model if _is_named(data) else ""
+    return recommended or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
+
+
+def _is_named(data: str) -> bool:
+    return data in entries() and not Path(data).exists()
+
+
+def fleet_toml(
+    samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
+    spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, codec: str | None = None,
+    train: Mapping[str, Any] | None = None, **fleet: Any,
+) -> str:  # fmt: skip
+    """The content of fleet.toml for these samples, which need class names. model: default by shape. spec: the model's
+    input; by default the samples as they are. codec: as in ``codec_catalogue.chosen``. train: keys of its table
+    ``train``. fleet: further ones of ``fleet``."""
+    hyper = method_catalogue.named(method).hyper()
+    chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
+    return toml_with_defaults(
+        {
+            "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
+            "model": {
+                "name": chosen,
+                "classes": list(samples.classes or ()),
+                "input": {
+                    key: value for key, value in schema.plain(spec or model_input.plain(samples.x)).items() if value
+                },
+                **({"options": dict(model_options)} if model_options else {}),
+            },
+            "link": codec_catalogue.chosen(codec) if codec else {},
+            "train": dict(train or {}),
+            "hyper": schema.plain(hyper),
+        }
+    )
+
+
+def toml_with_defaults(tables: Mapping[str, Any]) -> str:
+    """fleet.toml of these tables, with the defaults of the other common keys and a comment above each key."""
+    link = schema.plain(LinkSection())
+    defaults = {
+        "fleet": schema.plain(FleetSection(tables["fleet"]["name"])), "train": schema.plain(TrainSection()),
+        "link": {key: link[key] for key in ("up", "down", "skip_below")}, "robust": schema.plain(FleetRobustSection()),
+    }
+    whole = {**tables, **{name: {**known, **tables.get(name, {})} for name, known in defaults.items()}}
+    ordered = {name: whole[name] for name in ("fleet", "model", "train", "link", "robust", "hyper") if name in whole}
+    return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

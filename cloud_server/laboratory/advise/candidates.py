@@ -1,0 +1,124 @@
+"""The candidates of ``advise``: a method with a model and a codec, its figures, and when two of them differ.
+
+A candidate's score is macro-F1, which weighs a rare class as much as a frequent one, averaged over the devices that
+trained and the new ones. Two candidates differ if their scores differ by more than the spread of that difference over
+seeds, and by at least half a point; with one seed, by two points. A codec may lose as much as full precision varies
+over seeds, or half a point; a codec that varies more may not lose more for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cloud_server.figures.scores import Score
+from cloud_server.laboratory.compare.comparison import Stat, stat
+from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Scores
+from cloud_server.laboratory.plan.experiment import PLAIN
+
+LEAST_GAP, GAP_OF_ONE_SEED = 0.005, 0.02
+IN_LABEL = "/", "_"  # of UP/DOWN; a label is part of a folder's name
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with a model and a codec, and its figures. score: macro-F1 over all devices, old and new. mean, worst:
+    accuracy of the devices that trained; new: mean accuracy of the new ones. payload, flops, joules: of one device in
+    one round. risen: increase of the accuracy in the second half of the rounds. pooled: over all test samples of the
+    devices that trained; loss: of their last training round. Both are means over seeds."""
+
+    method: str
+    model: str
+    score: Stat
+    mean: Stat
+    worst: Stat
+    new: Stat | None
+    payload: float
+    flops: float | None
+    joules: float | None
+    risen: float
+    pooled: Score | None = None
+    loss: float | None = None
+    codec: str = PLAIN
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} with {self.model}"
+
+
+def label_of(method: str, model: str, codec: str) -> str:
+    """Of a candidate's runs."""
+    return "+".join([method, model, *([codec.replace(*IN_LABEL)] if codec != PLAIN else [])])
+
+
+def candidates(runs: Sequence[FinishedRun], cohort: int) -> list[Candidate]:
+    """One candidate for each label of the runs. cohort: devices per round."""
+    groups: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.label, []).append(run)
+    return [_candidate(group, cohort) for group in groups.values()]
+
+
+def _candidate(group: Sequence[FinishedRun], cohort: int) -> Candidate:
+    method, model, *codec = group[0].label.split("+")
+    new = [_new(run) for run in group]
+
+    def each(key: str) -> float | None:
+        spent = [run.spent[key] / (run.spent["rounds"] * cohort) for run in group if key in run.spent]
+        return sum(spent) / len(spent) if len(spent) == len(group) else None
+
+    return Candidate(
+        method, model, stat([score(run) for run in group]),
+        stat([run.last[DEVICES]["mean"] for run in group]),
+        stat([run.last[DEVICES]["worst"] for run in group]),
+        stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
+        each("flops"), each("joules"), sum(_risen(run) for run in group) / len(group), _pooled(group),
+        _mean([run.loss for run in group]), codec[0].replace(IN_LABEL[1], IN_LABEL[0]) if codec else PLAIN,
+    )
+
+
+def _pooled(group: Sequence[FinishedRun]) -> Score | None:
+    accuracy, f1 = (_mean([run.last[DEVICES].get(key) for run in group]) for key in ("pooled", "macro_f1"))
+    return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None if one of the values is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def _new(run: FinishedRun) -> Scores:
+    return next((scores for kind, scores in run.last.items() if kind.startswith("new")), {})
+
+
+def score(run: FinishedRun) -> float:
+    """Macro-F1 of the devices that train and of the new ones; all devices weigh the same."""
+    evaluated = [scores for scores in (run.last[DEVICES], _new(run)) if scores]
+    return sum(of["macro_f1"] * of["devices"] for of in evaluated) / sum(of["devices"] for of in evaluated)
+
+
+def _risen(run: FinishedRun) -> float:
+    """Increase of the mean accuracy from the first to the last evaluation."""
+    return run.points[-1].scores[DEVICES]["mean"] - run.points[0].scores[DEVICES]["mean"]
+
+
+def gap(one: Candidate, other: Candidate) -> float:
+    """The smallest difference of two scores that counts."""
+    if one.score.std is None or other.score.std is None:
+        return GAP_OF_ONE_SEED
+    return max(LEAST_GAP, math.hypot(one.score.std, other.score.std))
+
+
+def most_lost(one: Candidate) -> float:
+    """How much lower than that of ``one``, in full precision, the score with a codec may be."""
+    return GAP_OF_ONE_SEED if one.score.std is None else max(LEAST_GAP, one.score.std)
+
+
+def cheapest(one: Candidate, coded: Sequence[Candidate]) -> Candidate | None:
+    """Of ``one`` with codecs, the one with the fewest bytes that loses no more than it may; None if all lose more. One
+    that lacks a seed, because a run failed, is not taken."""
+    kept = [other for other in coded
+            if other.score.seeds == one.score.seeds and one.score.mean - other.score.mean <= most_lost(one)]
+    return min(kept, key=lambda other: other.payload, default=None)

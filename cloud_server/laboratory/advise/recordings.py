@@ -1,0 +1,108 @@
+"""A user's recordings, checked for a comparison of methods, and the models that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloud_server.choices.first_settings import NO_WINDOW
+from fleet_core.base import schema
+from fleet_core.base.errors import DataError
+from fleet_core.data import model_input
+from fleet_core.data.partitions import pool
+from fleet_core.data.samples import Samples, load
+from fleet_core.data.sets.registry import entries
+from fleet_core.data.sets.set_cache import load_set
+from fleet_core.data.time_split import by_time
+
+MIN_CLIENTS, MIN_SAMPLES, MAX_CLIENTS = 4, 20, 50
+TRAIN_FRACTION = 0.6
+CONV4_PIXELS = 16  # the smallest side of an image that conv4 accepts
+
+
+@dataclass(frozen=True)
+class Model:
+    """label: for tables. name: a named model. options: its keyword arguments."""
+
+    label: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Recordings:
+    """section: the table ``data`` of an experiment. clients: how many have enough samples."""
+
+    samples: Samples
+    section: Mapping[str, Any]
+    clients: int
+    models: tuple[Model, ...]
+    remarks: tuple[str, ...]
+
+
+def recordings(data: str, window: int | None = None, stride: int | None = None) -> Recordings:
+    """Loads a named set or a file. window, stride: to cut a file of readings. Raises DataError if methods cannot be
+    compared on it."""
+    named = data in entries()
+    if not named and not Path(data).exists():
+        near = schema.suggest(data, entries())
+        raise DataError("is neither a data set nor a file" + (f" (did you mean '{near}'?)" if near else ""),
+                        where=data, expected=f"a path, or one of {', '.join(entries())}")
+    if named and (window is not None or stride is not None):
+        raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
+    found = load_set(data) if named else None
+    samples = load(Path(data), window=window, stride=stride) if found is None else pool(found.train, found.test)
+    if samples.client is None:
+        raise DataError("names no client, so it is unknown which samples belong to one device", where=data,
+                        hint="add an array or a column 'client'")
+    names, index, counts = np.unique(samples.client, return_inverse=True, return_counts=True)
+    enough = np.flatnonzero(counts >= MIN_SAMPLES)
+    if len(enough) < MIN_CLIENTS:
+        raise DataError(
+            f"holds {len(names)} client{'s' * (len(names) > 1)}, {len(enough)} with {MIN_SAMPLES} samples or more",
+            where=data,
+            expected=f"{MIN_CLIENTS} such clients: some to train, others to evaluate",
+        )
+    held = np.array([len(np.unique(samples.y[index == k])) for k in enough])
+    if held.max() < 2:
+        whole = "one class alone" if len(np.unique(samples.y)) < 2 else "clients of one class each"
+        raise DataError(f"holds {whole}: a constant answer would be right", where=data,
+                        expected="clients with samples of several classes")
+    section: dict[str, Any] = {"set": data}
+    remarks = _remarks(samples, len(names), held)
+    if not named:
+        remarks = [*samples.notes, *model_input.remarks(samples.x), *remarks]
+        spec = model_input.standardized(by_time(samples, TRAIN_FRACTION)[0].x)
+        cut = {key: value for key, value in (("window", window), ("stride", stride)) if value is not None}
+        section = {"path": data, **cut, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
+    models = models_for(samples, found.entry.model if found else "")
+    return Recordings(samples, section, len(enough), models, tuple(remarks))
+
+
+def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[str]:
+    few, one = names - len(held), int((held < 2).sum())
+    said = {
+        f"{few} of {names} clients have fewer than {MIN_SAMPLES} samples and are left out": few > 0,
+        f"{MAX_CLIENTS} of {len(held)} clients are used, drawn at random": len(held) > MAX_CLIENTS,
+        f"{one} of {len(held)} clients hold one class alone, which makes adapting easy": one > 0,
+        "there are no times: the order of the rows is used instead": samples.time is None,
+        "the classes have no names, which a fleet needs: add an array 'classes'": samples.classes is None,
+    }
+    return [text for text, applies in said.items() if applies]
+
+
+def models_for(samples: Samples, recommended: str = "") -> tuple[Model, ...]:
+    """Models for samples of this shape that small devices can train: the recommended one first, then the default.
+    ``advise`` runs the first two with every method, the others only with the best methods; ``init`` tries all."""
+    shape = samples.x.shape[1:]
+    names = model_input.models_for(shape, samples.x.dtype.name)
+    models = [Model(name, name) for name in dict.fromkeys([recommended, *names] if recommended else names)]
+    if len(shape) == 1 and names[0] == "mlp":
+        models.insert(1, Model("mlp-64-64", "mlp", {"hidden": [64, 64]}))
+    if len(shape) == 3 and min(shape[1:]) >= CONV4_PIXELS:
+        models.append(Model("conv4", "conv4", {"channels": 32}))
+    return tuple(models)

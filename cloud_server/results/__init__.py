@@ -1,0 +1,6 @@
+"""What came of a run, as figures: result.json, bills, warnings.
+
+``result`` builds result.json from the ledger, ``outcome`` reads and compares it, ``round_choices`` reads which codecs
+and arrays each round had. ``device_costs`` adds up a device's costs, ``bill`` makes months and money of them.
+``verdict`` warns about useless answers. ``cloud_server.reports`` shows all of it.
+"""
