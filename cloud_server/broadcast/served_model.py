@@ -215,6 +215,7 @@ class ServedModels:
             if not self._method.keeps_weights:
                 return
             made = replace(kept, round=closed.round)  # devices' own weights are new
+        self._checkpoints.keep_served_round(closed.round)
         self._checkpoints.save_served(made)
         self._publish(made)
         assert self.reference is not None

@@ -31,6 +31,7 @@ EXAMPLES = {
     "server rounds": "metafleet server rounds greenhouse --explain",
     "server backup": "metafleet server backup greenhouse --to backups/monday",
     "server pause": "metafleet server pause greenhouse",
+    "server roll-back": "metafleet server roll-back greenhouse --to 30",
     "server resume": "metafleet server resume greenhouse",
     "devices list": "metafleet devices list greenhouse",
     "devices show": "metafleet devices show greenhouse pi-07",

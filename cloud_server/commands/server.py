@@ -237,6 +237,30 @@ def server_backup(
     processes.say(f"{closed} of {made.config.fleet.rounds} rounds closed; the fleet's keys are in it: keep it secret")
 
 
+@server_app.command("roll-back")
+def roll_back(
+    fleet: FLEET,
+    to: Annotated[int | None, typer.Option("--to", help="The round; by default the last but one.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Show the rounds that it can go back to.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Go on training from an earlier served model, after the open round."""
+    from cloud_server.devices import roll_back as back
+    from cloud_server.records.fleet_folder import Fleet
+
+    made = Fleet.load(fleet)
+    if listed:
+        kept = back.kept_rounds(made)
+        if as_json:
+            return terminal.show([schema.plain(one) for one in kept])
+        return print("\n".join(map(back.line, kept)) or "no round is kept yet")
+    target = back.ask(made, to)
+    if as_json:
+        return terminal.show({"to": target, "running": made.running()})
+    when = "after the open round" if made.running() else "when the aggregator runs"
+    print(f"training goes on from the model of round {target} {when}")
+
+
 @server_app.command("pause")
 def pause(fleet: FLEET, as_json: JSON = False) -> None:
     """Open no further round; the open one is still completed."""

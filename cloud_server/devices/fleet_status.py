@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from cloud_server.devices import pause
+from cloud_server.devices import pause, roll_back
 from cloud_server.identity import token_enrolment
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round
@@ -31,7 +31,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
     programs = Counter(d.version for d in enrolled.values() if d.version)
     stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
     used_up, shut_out = resting(ledger, time.time()), reputation.quarantined(ledger)
-    known = enrolled.keys() - shut_out
+    known, went_back = enrolled.keys() - shut_out, roll_back.last(ledger)
     named = {name: why for name, why in reputation.suspects(ledger).items() if name in known}
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
@@ -44,7 +44,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         "programs": dict(sorted(programs.items())), "totals": result.plain(sums or result.sums(ledger)),
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
-        **({"quarantined": shut_out} if shut_out else {}),
+        **({"quarantined": shut_out} if shut_out else {}), **({"rolled_back": went_back} if went_back else {}),
     }
 
 
@@ -63,6 +63,9 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
         yield f"enrolled or invited, and not on yet: {', '.join(shortened(facts['not_on_yet']))}"
     if "stalled" in facts:
         yield f"stalled: {facts['stalled']}"
+    if "rolled_back" in facts:
+        back = facts["rolled_back"]
+        yield f"after round {back['from']} training went back to the model of round {back['to']}: {back['why']}"
     for name, why in facts.get("resting", {}).items():
         yield f"{name} is not asked until 00:00 UTC, its share of the day is used up: {why}"
     for name, why in facts.get("suspects", {}).items():

@@ -22,13 +22,13 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
+from cloud_server.results.accuracy_drop import accuracies, lost
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import shortened
 
 FILE = "alerts.json"
 LOOK_S = 30.0
 ROUNDS_BACK, EVALUATED_BACK = 20, 500
-SAME_DEVICES = 0.8
 MOST_NAMES = 20
 DAY_S = 86_400.0
 
@@ -181,17 +181,14 @@ def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
 def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:
     """The last evaluated round against each of those before it, over the devices that were evaluated in both,
     where these are most."""
-    newest, rounds = ledger.newest(Evaluation) or 0, dict[int, dict[str, float]]()
-    for number, device, stage, new, accuracy in ledger.accuracies(range(newest - EVALUATED_BACK, newest + 1)):
-        if not new and (stage == "after" or device not in rounds.get(number, {})):
-            rounds.setdefault(number, {})[device] = accuracy
+    newest = ledger.newest(Evaluation) or 0
+    rounds = accuracies(ledger, range(newest - EVALUATED_BACK, newest + 1))
     if len(rounds) < 2:
         return
     last = rounds.pop(max(rounds))
     worst = (0.0, 0)
     for number, earlier in rounds.items():
-        both = earlier.keys() & last.keys()
-        if len(both) >= SAME_DEVICES * len(last):
-            worst = max(worst, (sum(earlier[name] - last[name] for name in both) / len(both), number))
+        if losses := lost(earlier, last):
+            worst = max(worst, (sum(losses) / len(losses), number))
     if worst[0] > section.accuracy_drop:
         yield Alert("accuracy", f"the devices' accuracy is {100 * worst[0]:.1f} points below that of round {worst[1]}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 
 KEPT = 3
+SERVED_KEPT = 3
 MAX_BYTES = 1 << 34
 FORMAT, PART_FORMAT = 1, 2  # the second of a round that trained a part of the model
 SERVED_FORMAT, SERVED_PART_FORMAT = 2, 3  # of a served model's file with a delta, and with frozen arrays
@@ -85,7 +88,8 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """``{folder}/round-{n}.safetensors``, the last three; ``{folder}/served.safetensors``, the last served model.
+    """``{folder}/round-{n}.safetensors``, the last three; ``{folder}/served.safetensors``, the last served model;
+    ``{folder}/served-at-{n}.safetensors``, the checkpoints of the last three rounds whose model was served.
 
     Only for the aggregator that holds the fleet's lock: temporary files of interrupted writes are deleted.
     """
@@ -143,6 +147,36 @@ class Checkpoints:
         version = FORMAT if served.base is None else SERVED_FORMAT
         _write(self._served, arrays, metadata, version if served.moving.everything else SERVED_PART_FORMAT)
 
+    def keep_served_round(self, number: int) -> None:
+        """Keeps the checkpoint of a round whose model is served, so that training can go back to it."""
+        path = served_at(self._folder, number)
+        temporary = path.with_name(f".{path.name}")
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(self.path(number), temporary)
+        except OSError:  # a file system without links
+            shutil.copyfile(self.path(number), temporary)
+        temporary.replace(path)
+        for old in served_rounds(self._folder)[:-SERVED_KEPT]:
+            served_at(self._folder, old).unlink(missing_ok=True)
+
+    def drop_served_rounds(self, after: int) -> None:
+        """Forgets the kept checkpoints of later rounds."""
+        for number in served_rounds(self._folder):
+            if number > after:
+                served_at(self._folder, number).unlink(missing_ok=True)
+
+    def served_rounds(self) -> list[int]:
+        """The rounds that training can go back to, the oldest first."""
+        return served_rounds(self._folder)
+
+    def served_round(self, number: int, order: Params) -> Checkpoint:
+        """The kept checkpoint of a round whose model was served. Raises StateError."""
+        if number not in (kept := self.served_rounds()):
+            raise StateError(f"no checkpoint of round {number} is kept", where=str(self._folder),
+                             expected=", ".join(map(str, kept)) or "a round whose model was served")
+        return self._loaded(served_at(self._folder, number), number, order)
+
     def served(self) -> ServedModel | None:
         """The last served model, or None. A damaged one is renamed: devices keep theirs until the next one. Raises
         StateError if it is of a newer version."""
@@ -167,6 +201,9 @@ class Checkpoints:
         path = self.path(round_number)
         if not path.exists():
             raise StateError(f"is missing, and round {round_number} is closed", where=str(path), hint=RESTORE)
+        return self._loaded(path, round_number, order)
+
+    def _loaded(self, path: Path, round_number: int, order: Params) -> Checkpoint:
         found = _read(path)
         if found is None:
             raise StateError("is damaged", where=str(path), hint=RESTORE)
@@ -216,6 +253,15 @@ def _deltas(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> tuple[D
 
 def file_name(round_number: int) -> str:
     return f"round-{round_number:09d}.safetensors"
+
+
+def served_at(folder: Path, round_number: int) -> Path:
+    return folder / f"served-at-{round_number:09d}.safetensors"
+
+
+def served_rounds(folder: Path) -> list[int]:
+    """The rounds that training can go back to, the oldest first; ``folder`` is the one of the checkpoints."""
+    return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("served-at-*.safetensors"))
 
 
 def facts(path: Path) -> dict[str, str]:

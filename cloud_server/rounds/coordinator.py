@@ -22,9 +22,11 @@ from cloud_server.ledger.ledger import Ledger, requested_at
 from cloud_server.ledger.ledger_tables import Invitation
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.results import accuracy_drop
 from cloud_server.rounds import reputation
 from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.parts import assemble
+from cloud_server.rounds.server_rule import FACT, REQUEST
 from fleet_core.base.errors import CodecError, FleetError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.model import skipped_updates
@@ -65,7 +67,7 @@ class Coordinator:
         self._members, self._rounds, self._rule = self._parts.members, self._parts.rounds, self._parts.rule
         self.layout = self._parts.layout
         self._device_messages = DeviceMessages(self._parts, read_requests=lambda: self._requests(now=True), log=log)
-        self._numbers, self._few, self._begun = "", 0, 0
+        self._numbers, self._few, self._begun, self._compared = "", 0, 0, 0
         self._connected_at = clock()
         self._asked_at = self._looked_at = -math.inf
         self._idle: int | None = None
@@ -104,8 +106,10 @@ class Coordinator:
         """Closes and opens what is due. Offline nothing is: no update can come."""
         if self.open is not None and (self.open.answered or self._time_to_look()):
             self._close_if_due(self.open)
-        if self.open is None and not self.paused and not self.finished and self._time_to_look():
-            self._open_if_possible()
+        if self.open is None and self._time_to_look():
+            self._roll_back_if_due()
+            if not self.paused and not self.finished:
+                self._open_if_possible()
         if self.open is None and (self.paused or self.finished) and self._idle != self.checkpoint.round:
             self._idle = self.checkpoint.round
             self._parts.manifests.no_round(self.checkpoint)
@@ -214,6 +218,41 @@ class Coordinator:
         self._members.quarantine(name, why)
         if name in self._members.quarantined:
             self._parts.receiver.withdraw(name)
+
+    def _roll_back_if_due(self) -> None:
+        """Between two rounds: training goes back to an earlier served model, if an operator asked for it or if the
+        newest one costs the devices accuracy."""
+        number, asked = self.checkpoint.round, self.ledger.requests().get(REQUEST)
+        if self._rounds.interrupted(number + 1) is not None:
+            return
+        due = (int(asked), "an operator asked for it") if asked is not None else self._worse_model(number)
+        if due is None:
+            return
+        to, why = due
+        try:
+            self._rule.roll_back(to)
+        except StateError as error:
+            if disk_errors.is_disk_error(error):
+                raise
+            self._log(f"training does not go back to round {to}: {error}")
+        else:
+            self._parts.served.serve(self.checkpoint, last=self.finished)
+            self.ledger.set_facts(**{FACT: json.dumps({"from": number, "to": to, "why": why})})
+            self._log(f"training goes on from the model of round {to}: {why}")
+        if asked is not None:
+            self.ledger.remove_request(REQUEST, asked)
+
+    def _worse_model(self, number: int) -> tuple[int, str] | None:
+        """(round to go back to, why), looked for once after each round."""
+        limit, newest = self.config.robust.roll_back, self.served_round
+        if limit is None or self._compared == number:
+            return None
+        self._compared, before = number, json.loads(self.ledger.fact(FACT) or '{"from": 0}')
+        found = accuracy_drop.better_round(self.ledger, newest, self._parts.checkpoints.served_rounds(), limit)
+        if found is None or newest <= before["from"]:
+            return None
+        return found[0], (f"with the one of round {newest} the median device lost {100 * found[1]:.1f} points of "
+                          "accuracy")
 
     # Open a round -----------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,13 @@ from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
+from fleet_core.base.moving import EVERYTHING
 from fleet_core.model.layout import Layout
 from fleet_core.model.skipped_updates import Measured
 from fleet_core.robust.screening import Screened
+
+REQUEST, FACT = "roll_back", "rolled_back"
+"""Of the ledger: the round to go back to; {"from": the last closed round then, "to", "why"} of the last time."""
 
 
 class RuleState:
@@ -30,11 +34,12 @@ class RuleState:
         self._method, self._hyper, self._skip_below = fleet.method, fleet.hyper, fleet.skip_below
         self._screening = fleet.screening
         self._checkpoints, self._members, self._log = checkpoints, members, log
-        self.checkpoint = self._resumed(fleet, layout, ledger)
+        self._first = fleet.first(layout)
+        self.checkpoint = self._resumed(fleet, ledger)
 
-    def _resumed(self, fleet: Fleet, layout: Layout, ledger: Ledger) -> Checkpoint:
+    def _resumed(self, fleet: Fleet, ledger: Ledger) -> Checkpoint:
         """Raises ConfigError where the closed rounds are another method's: its state means nothing to this one."""
-        first, name = fleet.first(layout), fleet.method.name
+        first, name = self._first, fleet.method.name
         closed = ledger.rounds("closed")
         number = closed[-1].round if closed else 0
         if not closed and not self._checkpoints.exists(0):
@@ -79,6 +84,22 @@ class RuleState:
         for count in range((before or members) + 1, members + 1):
             state = rule.joined(state, count)
         return state
+
+    def roll_back(self, to: int) -> None:
+        """Training goes on from the model of round ``to``, whose model was served; the number of the last closed round
+        stays, and duals start again from zero, because the devices' belong to the model that is left. Raises StateError
+        where that round is not kept."""
+        now, old = self.checkpoint, self._checkpoints.served_round(to, self._first).state
+        state, facts = self._method.server.left(old, int(now.facts["members"])), dict(now.facts)
+        if state.dual_epoch != old.dual_epoch:
+            facts["epoch_start"] = str(now.round + 1)
+        epoch = now.state.dual_epoch + state.dual_epoch - old.dual_epoch
+        self.checkpoint = replace(
+            now, state=replace(state, round=now.round, dual_epoch=epoch), lost=None, facts=facts, moving=EVERYTHING,
+            deltas=now.deltas if now.moving.everything else (), robust={},
+        )
+        self._checkpoints.save(self.checkpoint)
+        self._checkpoints.drop_served_rounds(after=to)
 
     def closing(
         self, opened: OpenRound, updates: Iterable[Update], members: int

@@ -19,11 +19,14 @@ from tests.support.inprocess import World, config_text, toy, world
 
 
 def started(
-    folder: Path, robust: str, *, devices: int, fewest: int, rounds: int, method: str = "pfldyn-proto", link: str = ""
+    folder: Path, robust: str, *, devices: int, fewest: int, rounds: int, method: str = "pfldyn-proto", link: str = "",
+    every: int | None = None,
 ) -> World:
-    """A fleet whose ``devices`` are on. robust: lines of its table. fewest: with which a round begins."""
+    """A fleet whose ``devices`` are on. robust: lines of its table. fewest: with which a round begins. every: rounds
+    between two served models, by default all."""
     text = config_text(method, rounds=rounds, devices=fewest, link=f'up = "fp32"\n{link}',
                        fleet="quorum = 1.0\ndeadline_s = 1e6")
+    text = text.replace(f"serve_every = {rounds}", f"serve_every = {every or rounds}")
     w = world(folder, f"{text}\n[robust]\n{robust}\n")
     w.start_server()
     for n in range(devices):

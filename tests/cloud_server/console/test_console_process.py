@@ -130,7 +130,7 @@ def test_the_aggregator_starts_it_and_goes_on_without_it(programs: Programs, fin
         assert any(event["set"].get("fleet", {}).get("running") for event in told)
         server.process.terminate()
         assert server.exit_code() == 0
-        assert list(told) == []
+        assert not any(event["all"] for event in told), "the stream ends; a last change may come before"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         again = programs.start(*start, str(taken.getsockname()[1]))
         again.wait_for("no console: error: ")

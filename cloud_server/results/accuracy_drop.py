@@ -1,0 +1,40 @@
+"""Whether a served model costs devices accuracy, by the evaluations that they report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from cloud_server.ledger.ledger import Ledger
+
+SAME_DEVICES = 0.8
+"""Two rounds are compared where at least this share of the later one's devices was evaluated in both."""
+
+
+def accuracies(ledger: Ledger, within: range) -> dict[int, dict[str, float]]:
+    """Round -> accuracy of each device that trains, after personalization where it has one."""
+    found: dict[int, dict[str, float]] = {}
+    for number, device, stage, new, accuracy in ledger.accuracies(within):
+        if not new and (stage == "after" or device not in found.get(number, {})):
+            found.setdefault(number, {})[device] = accuracy
+    return found
+
+
+def lost(before: dict[str, float], after: dict[str, float]) -> list[float]:
+    """What each device that was evaluated in both rounds lost; empty where these are too few."""
+    both = before.keys() & after.keys()
+    return [before[name] - after[name] for name in sorted(both)] if len(both) >= SAME_DEVICES * len(after) else []
+
+
+def better_round(ledger: Ledger, newest: int, kept: Sequence[int], limit: float) -> tuple[int, float] | None:
+    """(the round of ``kept`` whose served model was better than that of ``newest``, what the median device lost since),
+    or None if it lost ``limit`` or less. The median, so that no few devices can move it with false reports. At least
+    half of the earlier round's devices must have reported."""
+    after = accuracies(ledger, range(newest, newest + 1)).get(newest, {})
+    worst: tuple[int, float] | None = None
+    for number in kept:
+        before = accuracies(ledger, range(number, number + 1)).get(number, {})
+        losses = lost(before, after) if number < newest and 2 * len(after) >= len(before) else []
+        if losses and median(losses) > (limit if worst is None else worst[1]):
+            worst = number, median(losses)
+    return worst

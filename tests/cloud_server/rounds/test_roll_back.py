@@ -1,0 +1,168 @@
+"""Training goes back to an earlier served model: by hand, and when devices lose accuracy."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cloud_server.commands import server as commands
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Round
+from cloud_server.records.checkpoint import served_rounds
+from cloud_server.results.accuracy_drop import better_round
+from cloud_server.rounds.server_rule import FACT
+from fleet_core.base import trees
+from fleet_core.base.errors import StateError
+from fleet_core.base.trees import Params
+from tests.support import liars
+from tests.support.inprocess import World, without_fsync
+from tests.support.liars import lie
+from tests.support.world_checks import check_duals, settled
+
+DEVICES, ROUNDS = 5, 8
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_fsync(monkeypatch)
+
+
+def started(folder: Path, robust: str = "", *, method: str = "pfldyn-proto") -> World:
+    return liars.started(folder, robust, devices=DEVICES, fewest=DEVICES, rounds=ROUNDS, method=method,
+                         link="max_update_norm = 1e6", every=2)
+
+
+def closed(w: World, number: int) -> bool:
+    return w.closed() >= number and settled(w)
+
+
+def until_evaluated(w: World, number: int) -> None:
+    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=number, stage="after")) == DEVICES)
+
+
+def went_back(w: World) -> dict[str, object]:
+    return dict(json.loads(w.server.ledger.fact(FACT) or "{}"))
+
+
+def distance(left: Params, right: Params) -> float:
+    return float(trees.norm(trees.subtract(left, right)))
+
+
+@pytest.mark.parametrize("method", ["pfldyn-proto", "pflscaf-proto", "fedavg-meta", "fedper"])
+def test_an_operator_takes_training_back_to_an_earlier_served_model(tmp_path: Path, method: str) -> None:
+    w = started(tmp_path, method=method)
+    assert w.pump(partial(closed, w, 2))
+    early = w.server.checkpoint.state.served
+    assert w.pump(partial(closed, w, 5))
+    assert served_rounds(w.fleet.folder / "state") == [2, 4]
+    commands.roll_back(w.fleet.folder, to=2)
+    number = w.closed()
+    assert w.pump(lambda: bool(went_back(w)))
+    back = went_back(w)
+    assert (back["to"], back["why"]) == (2, "an operator asked for it")
+    assert back["from"] in (number, number + 1), "the open round is completed before"
+    assert w.logged("training goes on from the model of round 2: an operator asked for it")
+    assert distance(w.server.checkpoint.state.served, early) == 0.0
+    assert w.server.served_round == back["from"], "what is served is the earlier model, under the last round's number"
+    assert 4 not in served_rounds(w.fleet.folder / "state") or back["from"] == 4
+    assert w.pump(partial(closed, w, ROUNDS)), "the run goes on to its end"
+    w.close()
+
+
+def test_the_devices_of_a_dual_method_start_again_from_zero_with_the_server(tmp_path: Path) -> None:
+    w = started(tmp_path)
+    assert w.pump(partial(closed, w, 4))
+    before = w.server.checkpoint.state.dual_epoch
+    commands.roll_back(w.fleet.folder, to=2)
+    assert w.pump(lambda: bool(went_back(w)))
+    assert w.server.checkpoint.state.dual_epoch == before + 1
+    assert float(trees.norm(w.server.checkpoint.state.memory["dual"])) == 0.0
+    number = w.closed()
+    assert w.pump(partial(closed, w, number + 1))
+    check_duals(w, feedback=False)
+    w.close()
+
+
+def test_a_request_outlives_the_aggregator_and_an_interrupted_round(tmp_path: Path) -> None:
+    w = started(tmp_path)
+    assert w.pump(partial(closed, w, 4))
+    late = w.agents.pop("d4")
+    assert w.pump(lambda: w.server.open is not None and len(w.server.open.received) == DEVICES - 1)
+    w.kill_server()
+    commands.roll_back(w.fleet.folder, to=2)
+    w.agents["d4"] = late
+    w.start_server()
+    assert w.pump(lambda: bool(went_back(w)))
+    assert went_back(w)["from"] == 5, "the interrupted round is closed first"
+    assert w.server.ledger.requests() == {}
+    assert w.pump(partial(closed, w, ROUNDS))
+    w.close()
+
+
+def test_a_model_that_costs_the_devices_accuracy_is_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device ruins the model where the bound is a constant; the devices' evaluations show it."""
+    w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta")
+    until_evaluated(w, 2)
+    good = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=2, stage="before")])
+    with monkeypatch.context() as patch:
+        lie(patch, {"d2": -1000.0})
+        assert w.pump(lambda: bool(went_back(w)))
+    assert "the median device lost" in str(went_back(w)["why"])
+    assert w.pump(partial(closed, w, ROUNDS))
+    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")) == DEVICES)
+    end = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")])
+    assert end > good - 0.1
+    w.close()
+
+
+def test_what_is_refused_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    w = started(tmp_path)
+    with pytest.raises(StateError, match="no earlier served model"):
+        commands.roll_back(w.fleet.folder)
+    until_evaluated(w, 2)
+    assert w.pump(partial(closed, w, 4))
+    w.close()
+    with pytest.raises(StateError, match=r"round 3 is not kept.*2, 4"):
+        commands.roll_back(w.fleet.folder, to=3)
+    capsys.readouterr()
+    commands.roll_back(w.fleet.folder, listed=True)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("round 2: accuracy ")
+    assert first.endswith("on 5 devices")
+    assert second == "round 4: not evaluated"
+    commands.roll_back(w.fleet.folder, listed=True, as_json=True)
+    assert [one["round"] for one in json.loads(capsys.readouterr().out)] == [2, 4]
+    commands.roll_back(w.fleet.folder)
+    assert "the model of round 2 when the aggregator runs" in capsys.readouterr().out
+
+
+def evaluated(ledger: Ledger, number: int, accuracies: list[float]) -> None:
+    ledger.put(Round(round=number, opened_at=1.0, status="closed"))
+    for n, accuracy in enumerate(accuracies):
+        ledger.put(Evaluation(round=number, device=f"d{n}", stage="after", method="fedavg", confusion=((1,),),
+                              accuracy=accuracy, macro_f1=accuracy))
+
+
+@pytest.mark.parametrize(("newest", "found"), [
+    ([0.7] * 5, (2, pytest.approx(0.2))),
+    ([0.9, 0.9, 0.9, 0.0, 0.0], None),  # two of five say so, and may be lying
+    ([0.0, 0.0], None),  # too few have reported
+    ([0.85] * 5, None),
+])
+def test_the_median_device_decides(
+    tmp_path: Path, newest: list[float], found: tuple[int, float] | None
+) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.put(*(Device(name=f"d{n}") for n in range(5)))
+        evaluated(ledger, 1, [0.8] * 5)
+        evaluated(ledger, 2, [0.9] * 5)
+        evaluated(ledger, 3, newest)
+        assert better_round(ledger, 3, [1, 2, 3], 0.1) == found
+
+
