@@ -46,6 +46,10 @@ def export(
     bundle = _export_bundle(source, stored, int8)
     checks: list[dict[str, Any]] = []
     device_bundle.write(to, bundle, check=lambda written: checks.append(_check_without_torch(written)))
+    if (source / "fleet.toml").exists():
+        from cloud_server.identity import audit_log
+
+        audit_log.done(source, "export", text=str(to))
     facts = {**_facts(device_bundle.read(to)), **checks[0], "seconds": round(time.monotonic() - started, 1)}
     if as_json:
         return terminal.show(facts)

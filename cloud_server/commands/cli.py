@@ -108,6 +108,7 @@ def init(
                                         "train without torch.")] = True,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that has a fleet.toml."""
+    from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
@@ -120,6 +121,7 @@ def init(
         text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
+    audit_log.done(fleet, "init")
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")
     for remark in made.remarks():
@@ -317,8 +319,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-for command in (bundle.export, monitoring.console, monitoring.metrics, monitoring.home_assistant, costs.costs,
-                plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):
+for command in (bundle.export, monitoring.audit, monitoring.console, monitoring.metrics, monitoring.home_assistant,
+                costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):
     app.command()(command)
 
 examples.add_to(app)

@@ -12,6 +12,7 @@ EXAMPLES = {
     "predict": "metafleet predict greenhouse pi-07 sample.npy",
     "report": "metafleet report greenhouse",
     "watch": "metafleet watch greenhouse",
+    "audit": "metafleet audit greenhouse --last 20",
     "console": "metafleet console greenhouse --open",
     "metrics": "metafleet metrics greenhouse --port 9464",
     "home-assistant": "metafleet home-assistant greenhouse --broker mqtt://homeassistant.local:1883 --plain",

@@ -1,4 +1,5 @@
-"""The fleet in a browser and in other programs: ``metafleet console``, ``metrics`` and ``home-assistant``."""
+"""The fleet in a browser and in other programs, and what was done to it: ``metafleet console``, ``metrics``,
+``home-assistant`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from typing import Annotated
 
 import typer
 
-from cloud_server.devices.devices import FLEET, PLAIN, checked_url
-from fleet_core.base import processes
+from cloud_server.devices.devices import FLEET, JSON, PLAIN, checked_url
+from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError
+from fleet_core.base.processes import typed
 
 
 def console(
@@ -36,16 +38,62 @@ def console(
     """
     try:
         from cloud_server.console import serve
+        from cloud_server.identity import audit_log
     except ModuleNotFoundError as error:
         raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[console]"') from error
 
     def ready(url: str) -> None:
         print(url, flush=True)
+        audit_log.done(fleet, "serve console", text=f"{host}, port {port}" if port else host)
         processes.say("the console; Ctrl-C ends it, and the fleet runs on")
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # one in a terminal holds it up
 
     serve.run(fleet, serve.Address(host, port, token_file, certificate, key, plain, tuple(name or ())), ready)
+
+
+def audit(
+    fleet: FLEET,
+    since: Annotated[str, typer.Option(metavar="HASH", help="The hash that this command printed last time, or how it "
+                                       "begins: what follows it, and whether it is still there.")] = "",
+    most: Annotated[int, typer.Option("--last", min=1, max=100_000, help="How many lines are listed.")] = 100,
+    as_json: JSON = False,
+) -> None:
+    """List what operators did and whom the aggregator let in or refused, and check that no line was changed. Exit
+    code 1 if one was."""
+    from cloud_server.identity import audit_log
+    from cloud_server.records.fleet_folder import Fleet
+
+    found = audit_log.check(Fleet.load(fleet).folder, since=_hash(since), most=most)
+    if as_json:
+        terminal.show(schema.plain(found))
+    else:
+        rows = [(terminal.date(entry["at"]), *(_printable(text) for text in (
+            ", ".join(filter(None, (str(entry.get("via", audit_log.CONSOLE)), str(entry.get("by", ""))))),
+            str(entry.get("action", "")), str(entry.get("device", "")), str(entry.get("outcome", "asked for")),
+            str(entry.get("text", ""))))) for entry in found.entries]
+        terminal.table(rows, ("at", "by", "action", "device", "outcome", "text"))
+        for number in found.torn:
+            processes.say(f"line {number} cannot be read: a power cut tore it, or somebody else wrote it")
+        for number, wrong in found.broken:
+            processes.say(f"line {number} {wrong}")
+        chained = f"{found.unchained} of them of a version without hashes; " if found.unchained else ""
+        processes.say(f"{found.lines} lines, {chained}the last has the hash {found.head or 'of nothing'}; keep it on "
+                      f"another machine: metafleet audit {typed(fleet)} --since {found.head[:16] or 'HASH'}")
+    if found.broken:
+        raise typer.Exit(1)
+
+
+def _hash(text: str) -> str:
+    """Raises ConfigError for what no hash begins with."""
+    if text and not re.fullmatch("[0-9a-f]{8,64}", text):
+        raise ConfigError(f"'{text[:80]}' is no hash", where="--since", expected="8 to 64 hex digits")
+    return text
+
+
+def _printable(text: str) -> str:
+    """Without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def metrics(

@@ -70,6 +70,7 @@ def server_install(
     printed: Annotated[bool, typer.Option("--print", help="Print the unit; install nothing.")] = False,
 ) -> None:
     """Run the aggregator as a systemd service: installs, enables and starts it."""
+    from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.running import systemd_service
 
@@ -79,6 +80,7 @@ def server_install(
     if printed:
         return print(service.text, end="")
     systemd_service.install(service)
+    audit_log.done(fleet, "install service", text=service.name)
     print(service.path)
     scope = " --user" if user else ""
     processes.say(f"it runs; its log: journalctl{scope} -u {service.name} -f; to end it: "
@@ -96,7 +98,7 @@ def server_config(
 ) -> None:
     """Write the files that mosquitto needs as this fleet's broker: configuration, access lists, certificates."""
     from cloud_server.broker.mosquitto_config import ENROLMENT_PORT, PORT, BrokerSetup
-    from cloud_server.identity import fleet_certificates
+    from cloud_server.identity import audit_log, fleet_certificates
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
 
@@ -106,6 +108,7 @@ def server_config(
         hosts = tuple(host) if host else fleet_certificates.default_hosts(made.config.link.broker)
         setup = BrokerSetup(hosts, port or PORT, enrolment_port or ENROLMENT_PORT, at=at)
         path = fleet_certificates.configure(made, ledger, setup)
+    audit_log.done(fleet, "configure broker", text=", ".join(hosts))
     print(path)
     processes.say(
         f"devices find the broker at {setup.url}; all that it needs is in {path.parent}, server.key is secret"
@@ -226,11 +229,13 @@ def server_backup(
     as_json: JSON = False,
 ) -> None:
     """Copy the fleet's folder, also while the aggregator runs; the copy is a complete fleet's folder."""
+    from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.running.backup import backup
 
     made = Fleet.load(fleet)
     closed = backup(made, to)
+    audit_log.done(fleet, "backup", text=str(to))
     if as_json:
         return terminal.show({"folder": str(to), "rounds_closed": closed})
     print(to)
@@ -275,8 +280,10 @@ def resume(fleet: FLEET, as_json: JSON = False) -> None:
 
 def _pause(fleet: Path, paused: bool, as_json: bool) -> None:
     from cloud_server.devices import pause as pausing
+    from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)
     answer = pausing.ask(made, paused)
+    audit_log.done(fleet, "pause" if paused else "resume", text=pausing.sentence(answer, made))
     terminal.show(schema.plain(answer)) if as_json else print(pausing.sentence(answer, made))

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.console import audit_log
 from cloud_server.devices import devices, pause, predict
-from cloud_server.identity import fleet_certificates, token_enrolment
+from cloud_server.identity import audit_log, fleet_certificates, token_enrolment
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import schema, terminal
 from fleet_core.base.errors import ConfigError, DataError

@@ -1,4 +1,4 @@
-"""The log: what happened to the fleet, newest last, from the ledger and from the console's audit log.
+"""The log: what happened to the fleet, newest last, from the ledger and from the audit log.
 
 The aggregator's own lines go to its standard error, where a service keeps them; they are not in the folder.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cloud_server.console import audit_log
+from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Update
 
@@ -67,4 +67,4 @@ def _devices(ledger: Ledger) -> list[Event]:
 def _actions(folder: Path) -> list[Event]:
     return [(f"a{entry['id']}", {"at": entry["at"], "kind": "action", "text": audit_log.sentence(entry),
                                  **({"device": entry["device"]} if entry.get("device") else {})})
-            for entry in audit_log.read(folder)]
+            for entry in audit_log.read(folder) if entry.get("via") != audit_log.AGGREGATOR]  # the ledger has those

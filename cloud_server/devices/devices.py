@@ -201,7 +201,7 @@ def devices_enroll(
     as_json: JSON = False,
 ) -> None:
     """Enrol a device: write a one-time token, or a folder to run an agent in on this machine."""
-    from cloud_server.identity import device_folder, token_enrolment
+    from cloud_server.identity import audit_log, device_folder, token_enrolment
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.link.mqtt import parse_url
     from fleet_core.protocol import enrolment_token
@@ -214,6 +214,7 @@ def devices_enroll(
     device_folder.check_folder(made, name, to)
     path = token_path or (Path(f"{name}.token") if to is None else to / enrolment_token.FILE)
     issued = token_enrolment.issue_token(made, name, path, url, _seconds(valid))
+    audit_log.done(fleet, "token", name, f"{issued.id}, until {terminal.date(issued.expires)}")
     if as_json:
         facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
         return terminal.show(facts)
@@ -224,11 +225,12 @@ def devices_enroll(
 
 def _enrol_without_token(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) -> None:
     """Writes a device's folder for a broker without TLS, which asks for no certificate."""
-    from cloud_server.identity import device_folder
+    from cloud_server.identity import audit_log, device_folder
 
     path = device_folder.write_device_folder(fleet, name, to, url)
     with Ledger(fleet.ledger_path, create=False) as ledger:
         ledger.request_enrolment(name)
+    audit_log.done(fleet.folder, "enrol", name)
     if as_json:
         return terminal.show({"device": name, "file": str(path), "broker": url})
     print(f"{path} written; put the device's samples beside it as samples.npz, or name a file or a folder in it "
@@ -261,9 +263,11 @@ def _seconds(text: str) -> float:
 @devices_app.command("revoke")
 def devices_revoke(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     """Revoke a device with its certificates and tokens; methods with duals restart them from zero."""
+    from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
 
     serials, running = revoke(Fleet.load(fleet), name)
+    audit_log.done(fleet, "revoke", name)
     if as_json:
         return terminal.show({"device": name, "certificates": serials, "aggregator": "on" if running else "off"})
     print(revoked_text(name, running))
@@ -311,12 +315,14 @@ def devices_release(fleet: FLEET, name: str, as_json: JSON = False) -> None:
 
 def _ask(folder: Path, name: str, what: str, done: str, as_json: bool) -> None:
     """Leaves a request about an enrolled device. Raises ConfigError if there is none of this name."""
+    from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
 
     fleet = Fleet.load(folder)
     enrolled_device(fleet, name)
     with Ledger(fleet.ledger_path, create=False) as ledger:
         ledger.request(f"{what}/{name}", repr(time.time()))
+    audit_log.done(folder, what, name)
     running = fleet.running()
     if as_json:
         return terminal.show({"device": name, "asked": what, "aggregator": "on" if running else "off"})

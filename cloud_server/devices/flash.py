@@ -82,6 +82,7 @@ def flash(
     if job.card is not None:
         confirm(job.card, yes_erase)
     written = _write(job, rehearse)
+    _record(job)
     if as_json:
         return terminal.show({**_job_facts(job, written=True), **written})
     _print_done(job)
@@ -228,6 +229,13 @@ def _remove_abandoned(cache: Path) -> None:
 
 
 # Output ---------------------------------------------------------------------------------------------------------------
+
+
+def _record(job: ImageJob) -> None:
+    from cloud_server.identity import audit_log
+
+    version = job.package.program.version
+    audit_log.done(job.prepared.fleet.folder, "flash", job.prepared.device.name, f"agent {version} to {job.to}")
 
 
 def _print_done(job: ImageJob) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cloud_server.devices.back_online import MqttWatch
 from cloud_server.devices.prepare_flash import Prepared, invited, package_of, prepare
-from cloud_server.identity import fleet_certificates
+from cloud_server.identity import audit_log, fleet_certificates
 from firmware_profiles.package import program
 from firmware_profiles.ssh import inventory, release, remote_install, side_by_side, ssh_connection
 from firmware_profiles.ssh.inventory import Entry
@@ -96,8 +96,10 @@ def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int, waves: Waves
             fleet = made.fleet.config.fleet.name
             link = MqttLink(made.broker, client_id=f"{fleet}-flash-{secrets.token_hex(4)}", **tls)
             with closing(MqttWatch(fleet, made.device.name, link, OnDevice(remote))) as watch:
-                return remote_install.install(remote, release_for, tell, watch=watch,
-                                              patience_s=choices.patience_s)
+                outcome = remote_install.install(remote, release_for, tell, watch=watch, patience_s=choices.patience_s)
+            if outcome.changed:
+                audit_log.done(made.fleet.folder, "flash", made.device.name, f"agent {outcome.version} to {entry.to}")
+            return outcome
 
     return side_by_side.flash_all(entries, flash_one, side_by_side.show_for(entries), jobs, waves)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from cloud_server.identity import certificate_authority, fleet_certificates
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate
 from cloud_server.records.fleet_folder import Fleet
@@ -25,11 +26,20 @@ DAY_S = 86400.0
 class Renewals:
     """Answers renewal requests. now(): Unix seconds."""
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, *, now: Callable[[], float], log: Callable[[str], None]):
-        self._fleet, self._ledger, self._now, self._log = fleet, ledger, now, log
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, *, audit: Recorder, now: Callable[[], float], log: Callable[[str], None]
+    ):
+        self._fleet, self._ledger, self._audit, self._now, self._log = fleet, ledger, audit, now, log
 
     def certificate(self, device: str, request: RenewalRequest) -> str:
         """The new certificate, DER in base64; a repeated request for one key gets the same. Raises MessageError."""
+        try:
+            return self._certificate(device, request)
+        except MessageError as error:
+            self._audit.refused(device, f"renewal: {error.what}")
+            raise
+
+    def _certificate(self, device: str, request: RenewalRequest) -> str:
         valid = [row for row in self._ledger.rows(Certificate, device=device) if row.revoked_at is None]
         present = next((row for row in valid if row.serial == request.serial and self._now() < row.expires_at), None)
         if present is None:
@@ -71,4 +81,5 @@ class Renewals:
             issued_at=self._now(), expires_at=signed.not_valid_after_utc.timestamp(),
         ))
         self._log(f"{present.device}: certificate renewed, {serial[:16]}")
+        self._audit.done("certificate", present.device, f"{serial} in place of {present.serial}")
         return text

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cloud_server.broker.mosquitto_config import address
 from cloud_server.identity import certificate_authority, fleet_certificates
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Invitation
 from cloud_server.records.fleet_folder import Fleet
@@ -39,10 +40,10 @@ class Enrolments:
 
     def __init__(
         self, fleet: Fleet, ledger: Ledger, link: Link, *, admit: Callable[[str], None],
-        changed: Callable[[], None], now: Callable[[], float], log: Callable[[str], None],
+        changed: Callable[[], None], audit: Recorder, now: Callable[[], float], log: Callable[[str], None],
     ):
         self._fleet, self._ledger, self._link = fleet, ledger, link
-        self._admit, self._changed, self._now, self._log = admit, changed, now, log
+        self._admit, self._changed, self._audit, self._now, self._log = admit, changed, audit, now, log
         self._name = fleet.config.fleet.name
 
     def on_request(self, token_id: str, payload: bytes) -> None:
@@ -51,6 +52,7 @@ class Enrolments:
             answer = EnrolAnswer(certificate=self.certificate(token_id, payload))
         except MessageError as error:
             self._send(token_id, EnrolAnswer(refused=error.what[:500]))
+            self._audit.refused(token_id, f"enrolment: {error.what}")
             raise
         self._send(token_id, answer)
 
@@ -95,6 +97,7 @@ class Enrolments:
             self._ledger.put(replace(token, spent_at=now), row, *(replace(old, revoked_at=now) for old in earlier))
             self._admit(token.device)
         self._log(f"{token.device} has its certificate {row.serial[:16]}")
+        self._audit.done("certificate", token.device, f"{row.serial} for token {token.id}")
         self._publish_revocations()
         return text
 

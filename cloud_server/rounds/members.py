@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from sys import intern
 
 from cloud_server.broadcast.delta_chain import Holder
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records.fleet_settings import LinkSection
@@ -61,10 +62,10 @@ class Members:
     """
 
     def __init__(
-        self, ledger: Ledger, *, everyone: bool, cannot: Callable[[Presence], str | None],
+        self, ledger: Ledger, *, everyone: bool, cannot: Callable[[Presence], str | None], audit: Recorder,
         clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
     ):
-        self._ledger, self._everyone, self._cannot = ledger, everyone, cannot
+        self._ledger, self._everyone, self._cannot, self._audit = ledger, everyone, cannot, audit
         self._clock, self._now, self._log = clock, now, log
         self._devices: dict[str, _Known] = {}
         self._strangers: dict[str, Presence] = {}
@@ -182,6 +183,7 @@ class Members:
         with self._ledger.transaction(durable=False):
             self._put(Device(name=name, enrolled_round=closed + 1, first_seen=now, last_seen=now, new=not trains))
         self._log(f"{name} enrolled")
+        self._audit.done("enrol", name, durable=False)
         waiting = self._strangers.pop(name, None)
         if waiting is not None:
             self.on_presence(name, waiting, closed)
@@ -195,6 +197,7 @@ class Members:
             if was_member:
                 self._count_leave()
         self._log(f"{name} revoked")
+        self._audit.done("revoke", name)
 
     def quarantine(self, name: str, why: str) -> None:
         if not self.enrolled(name) or name in self.quarantined:
@@ -206,6 +209,7 @@ class Members:
                 self._count_leave()
         self._know(self._row(name))
         self._log(f"{name} is quarantined, no round asks it: {why}")
+        self._audit.done("quarantine", name, why)
 
     def release(self, name: str, closed: int) -> None:
         """closed: the last closed round."""
@@ -219,6 +223,7 @@ class Members:
         if name in self._members and row.state == "on" and row.cannot is None:
             self._ready.add(name)
         self._log(f"{name} is released from quarantine")
+        self._audit.done("release", name)
 
     def _keep_quarantined(self, devices: Mapping[str, str]) -> None:
         reputation.keep(self._ledger, devices)

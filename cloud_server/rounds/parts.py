@@ -14,6 +14,7 @@ from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.broadcast.served_model import ServedModels
 from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.identity.renewals import Renewals
 from cloud_server.identity.token_enrolment import Enrolments, open_tokens
 from cloud_server.ledger.ledger import Ledger
@@ -80,7 +81,10 @@ def assemble(
         inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS),
         parts=fleet.config.train.parts, graph=steps is not None,
     )
-    members = Members(ledger, everyone=settings.enrolment == "open", cannot=cannot, clock=clock, now=now, log=log)
+    audit = Recorder(fleet.folder, now, log)
+    members = Members(
+        ledger, everyone=settings.enrolment == "open", cannot=cannot, audit=audit, clock=clock, now=now, log=log
+    )
     rule = RuleState(fleet, layout, ledger, checkpoints, members, log=log)
     rounds, costs = Rounds(ledger, method, now), RoundCosts(ledger, now)
     codecs, arrays = RoundCodecs(fleet, ledger), RoundArrays(fleet, layout, ledger)
@@ -93,7 +97,8 @@ def assemble(
         messages.tell(device, message)
 
     receiver = UpdateReceiver(
-        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, codecs, tell, clock=clock, now=now, log=log
+        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, codecs, tell, audit=audit, clock=clock,
+        now=now, log=log,
     )
     publisher = Publisher(settings.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
     models = ModelsDown(fleet, wire, publisher)
@@ -114,9 +119,9 @@ def assemble(
         places=Places(members, rounds, settings.seed, settings.cohort, log=log),
         enrolments=Enrolments(
             fleet, ledger, link, admit=lambda name: members.enroll(name, rule.checkpoint.round),
-            changed=access_changed, now=now, log=log,
+            changed=access_changed, audit=audit, now=now, log=log,
         ),
-        renewals=Renewals(fleet, ledger, now=now, log=log),
+        renewals=Renewals(fleet, ledger, audit=audit, now=now, log=log),
         warnings=WarningLog(ledger, settings.rounds, log),
         budget=Budget(fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log),
     )

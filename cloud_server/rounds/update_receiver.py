@@ -7,6 +7,7 @@ from typing import Any
 
 from cloud_server.broadcast.open_round import OpenRound, Rounds
 from cloud_server.broadcast.round_codecs import RoundCodecs
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round, Update
 from cloud_server.records.fleet_folder import Fleet
@@ -41,13 +42,13 @@ class UpdateReceiver:
 
     def __init__(
         self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool, rounds: Rounds,
-        rule: RuleState, members: Members, codecs: RoundCodecs, tell: Callable[[str, Down], None], *,
+        rule: RuleState, members: Members, codecs: RoundCodecs, tell: Callable[[str, Down], None], *, audit: Recorder,
         clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
     ):
         self._screening, self._method, self._layout = fleet.screening, fleet.method, layout
         self._layout_hash, self._codecs = layout_hash, codecs
         self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
-        self._tell, self._now, self._log = tell, now, log
+        self._tell, self._audit, self._now, self._log = tell, audit, now, log
         self.max_upload_bytes = max(
             payloads.max_bytes(codec, layout, fleet.method.shared) for codec in codecs.accepted()
         )
@@ -108,6 +109,7 @@ class UpdateReceiver:
         """The round is closed: tells devices whose update was refused at its close, refuses uploads in progress."""
         for device, reason in screened.refused.items():
             self._log(f"round {closed}: {device}: update refused: {reason}")
+            self._audit.refused(device, f"update of round {closed}: {reason}")
             for row in self._ledger.rows(Update, round=closed, device=device, status="refused", reason=reason):
                 self._tell(device, Down("reject", closed, row.update_id, ok=False, reason=reason))
         for device, number, manifest in self._uploads.clear():
@@ -137,6 +139,7 @@ class UpdateReceiver:
         if opened is not None and number == opened.number and device not in opened.received:
             opened.fail(device, reason)
         self._log(f"round {number}: {device}: update refused: {reason}")
+        self._audit.refused(device, f"update of round {number}: {reason}")
         self._tell(device, Down("reject", number, ok=False, reason=reason))
 
     def on_chunk(self, device: str, number: int, k: int | None, payload: bytes) -> None:
@@ -233,6 +236,8 @@ class UpdateReceiver:
         if opened is not None and not late:
             opened.fail(device, reason)
         self._log(f"round {number}: {device}: update refused: {reason}")
+        if not late:
+            self._audit.refused(device, f"update of round {number}: {reason}")
         self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason))
 
     def _row(self, number: int, device: str, manifest: UploadManifest, status: str, reason: str = "") -> Update:

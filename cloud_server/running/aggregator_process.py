@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, BrokerSupervisor, start_broker, start_secured
-from cloud_server.identity import fleet_certificates
+from cloud_server.identity import audit_log, fleet_certificates
 from cloud_server.integrations import tracking
 from cloud_server.ledger import disk_errors
 from cloud_server.ledger.ledger import Ledger
@@ -159,6 +159,7 @@ def serve(
             say = disk_errors.undisturbed(log if quiet else view.say)
             new_coordinator = partial(_coordinator, fleet, ledger, url, say, access_changed)
             aggregator = Aggregator(new_coordinator, ledger, fleet.folder / "state", log=say)
+            audit_log.done(fleet.folder, "start server", text=url)
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
                 aggregator.keep_room()
@@ -166,6 +167,7 @@ def serve(
                     _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say, tell)
             finally:
                 aggregator.close()
+                audit_log.done(fleet.folder, "stop server")
 
 
 def _coordinator(

@@ -20,6 +20,7 @@ from cryptography.x509.oid import NameOID
 from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, start_secured
 from cloud_server.identity import fleet_certificates
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.identity.token_enrolment import Enrolments, make_token
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
@@ -114,7 +115,7 @@ class Enroller:
         link = SimpleNamespace(publish=lambda topic, payload: self.sent.append((topic, payload)))
         return Enrolments(
             self.fleet, self.ledger, cast("Any", link), admit=self.admit, changed=lambda: self.changes.append(True),
-            now=self.now, log=self.lines.append,
+            audit=Recorder(self.fleet.folder, self.now, self.lines.append), now=self.now, log=self.lines.append,
         )
 
     def admit(self, name: str) -> None:

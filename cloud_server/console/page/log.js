@@ -15,7 +15,7 @@ export function show(main) {
     Object.entries(KINDS).map(([key, words]) => h("option", {value: key, selected: key === kept.kind}, words)));
   main.append(h("h1", {}, "Log"), h("div.toolbar", {role: "search"}, search,
     h("label.choice", {}, h("span", {}, "Show"), select), count), list,
-  h("p.note.plain", {}, "From the ledger and from the console's audit log (audit.ndjson). The aggregator's own lines are "
+  h("p.note.plain", {}, "From the ledger and from the audit log (audit.ndjson). The aggregator's own lines are "
     + "on its standard error, where its service keeps them."));
 
   function update(changed) {

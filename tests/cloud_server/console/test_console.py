@@ -16,12 +16,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from benchmarks.console.made_fleet import MadeFleet
-from cloud_server.console import actions, audit_log, live, round_words, serve
+from cloud_server.console import actions, live, round_words, serve
 from cloud_server.console.app import LARGE, SMALL, app
 from cloud_server.console.fleet_view import FleetView
 from cloud_server.console.live import Live
 from cloud_server.console.serve import Address
 from cloud_server.devices import predict
+from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round, Update
 from fleet_core.base.errors import ConfigError, LinkError, StateError

@@ -15,7 +15,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from benchmarks.console.browser import chromium, complaints, emulate
 from benchmarks.console.made_fleet import MadeFleet
-from cloud_server.console import audit_log
+from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
 from tests.support.paths import ROOT
 from tests.support.programs import Programs, metafleet, programs_in

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from benchmarks.console.made_fleet import MadeFleet
-from cloud_server.console import audit_log
+from cloud_server.identity import audit_log
 from cloud_server.identity.certificate_authority import Authority
 from tests.support.pki import credentials_for, fleet_without_model, user_pki
 from tests.support.programs import Programs, metafleet, run_to_end

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import pytest
 
 from cloud_server.broadcast import manifest as manifests
 from cloud_server.broker.publisher import RETAINED_S, Publisher
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, Traffic, Update
 from cloud_server.records.spool import Spool
@@ -1039,8 +1041,8 @@ def test_a_manifest_goes_under_zstd_until_a_device_comes_that_does_not_read_it(f
 @pytest.mark.slow
 def test_little_is_kept_in_memory_of_a_device(tmp_path):
     def roster(ledger: Ledger) -> Members:
-        return Members(ledger, everyone=True, cannot=lambda presence: None, clock=lambda: 0.0, now=lambda: 0.0,
-                      log=lambda line: None)
+        return Members(ledger, everyone=True, cannot=lambda presence: None, audit=Recorder(tmp_path, time.time, print),
+                       clock=lambda: 0.0, now=lambda: 0.0, log=lambda line: None)
 
     def announce(known: Members, n: int) -> None:
         presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(CODECS), base="b")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cloud_server.identity import certificate_authority, fleet_certificates
+from cloud_server.identity.audit_log import Recorder
 from cloud_server.identity.renewals import DAY_S, Renewals
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device
@@ -97,7 +98,10 @@ def issued(fleet: Fleet, ledger: Ledger, name: str, home: Path | None = None, br
 
 
 def renewals(fleet: Fleet, ledger: Ledger, after_s: float = DUE_S) -> Renewals:
-    return Renewals(fleet, ledger, now=lambda: time.time() + after_s, log=lambda line: None)
+    def now() -> float:
+        return time.time() + after_s
+
+    return Renewals(fleet, ledger, audit=Recorder(fleet.folder, now, print), now=now, log=lambda line: None)
 
 
 def test_a_new_key_gets_a_certificate_once_and_the_old_one_holds_on(fleet: Fleet, ledger: Ledger) -> None:

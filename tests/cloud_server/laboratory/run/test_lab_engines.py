@@ -248,7 +248,7 @@ def test_a_run_killed_at_its_very_end_ends_again_and_leaves_no_states(
 MANY = """\
 import sys
 from pathlib import Path
-from cloud_server.laboratory.run import experiment
+from cloud_server.laboratory.plan import experiment
 from cloud_server.laboratory.run import simulate
 if __name__ == "__main__":
     asked = experiment.load(Path(sys.argv[1]), [sys.argv[4]])

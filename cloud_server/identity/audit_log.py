@@ -1,0 +1,286 @@
+"""``audit.ndjson`` in the fleet's folder: who asked for what, what came of it, whom the aggregator let in or
+refused.
+
+One JSON object a line, mode 0600, only ever appended to. Each line has the sha256 of the line before it (``previous``),
+so that a line which was changed, removed or put in shows. Whoever can write the file can also write all of it anew, or
+cut its end off: keep the hash of the last line elsewhere, and ``check`` finds that too.
+
+An action on the console has two lines with the same ``id``: one that is on the disk before anything is done, and one
+with ``outcome`` after it. A command has one line, after it has succeeded. A line that a power cut has torn is skipped
+when the file is read; what follows begins on a line of its own, and holds the hash of the torn one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from cloud_server.ledger import disk_errors
+from fleet_core.base import processes, storage
+from fleet_core.base.errors import FleetError, StateError
+
+FILE = "audit.ndjson"
+MOST_BYTES = 1 << 18
+"""How much of the file's end is read for the console."""
+MOST_LINE_BYTES = 1 << 16
+LARGEST_BYTES = 1 << 24
+"""Of a line that others have put in, whose hash the next line has."""
+TEXT = 500  # characters
+ALWAYS = ("revoke",)
+"""What is done even if the disk takes no line, and for whose lines the reserved room is used."""
+CONSOLE, COMMAND, AGGREGATOR = "console", "command line", "aggregator"
+
+
+# Write ----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, by: str, action: str, device: str = "") -> Iterator[list[str]]:
+    """Records an action on the console before and after it. Put what came of it, as text, into the list. by: the
+    browser's address.
+
+    Raises StateError, before anything is done, if the disk cannot be written and the action is none of ALWAYS.
+    """
+    entry = _entry(CONSOLE, by, action, device)
+    write = partial(_anyhow if action in ALWAYS else append, folder)
+    write(entry)
+    said: list[str] = []
+    try:
+        yield said
+    except FleetError as error:
+        write({**entry, "outcome": "failed", "text": str(error)[:TEXT]})
+        raise
+    write({**entry, "outcome": "done", "text": " ".join(said)[:TEXT]})
+
+
+def done(folder: Path, action: str, device: str = "", text: str = "") -> None:
+    """Records what a command of this machine's user has done. It is done already: a line that cannot be written is told
+    on stderr."""
+    _anyhow(folder, {**_entry(COMMAND, _user(), action, device), "outcome": "done", "text": text[:TEXT]})
+
+
+class Recorder:
+    """Records what the aggregator does: whom it lets in, revokes and refuses. now(): Unix seconds.
+
+    A device decides how often it is refused, so that one line an hour is written for each device; it says how many
+    there were since the line before.
+    """
+
+    HOUR_S = 3600.0
+    MOST_DEVICES = 10_000
+
+    def __init__(self, folder: Path, now: Callable[[], float], log: Callable[[str], None]):
+        self._folder, self._now, self._log = folder, now, log
+        self._refused: dict[str, tuple[float, int]] = {}  # device -> when it was last written, how many since
+
+    def done(self, action: str, device: str = "", text: str = "", *, durable: bool = True) -> None:
+        """durable: synced to the disk. A line that cannot be written is logged."""
+        entry = {**_entry(AGGREGATOR, "", action, device), "at": self._now(), "outcome": "done", "text": text[:TEXT]}
+        try:
+            append(self._folder, entry, durable=durable)
+        except StateError as error:
+            self._log(f"not in the audit log: {action} {device}: {error}")
+
+    def refused(self, device: str, text: str) -> None:
+        """device: or the id of a token. text: what was refused, and why."""
+        at, since = self._refused.get(device, (-self.HOUR_S, 0))
+        if self._now() - at < self.HOUR_S or (device not in self._refused and len(self._refused) >= self.MOST_DEVICES):
+            self._refused[device] = at, since + 1
+            return
+        self._refused[device] = self._now(), 0
+        self.done("refuse", device, f"{text}{f'; {since} more since the line before' if since else ''}", durable=False)
+
+
+def append(folder: Path, entry: dict[str, Any], *, durable: bool = True) -> None:
+    """Writes ``entry`` as one line with the hash of the line before. durable: synced to the disk. Raises StateError."""
+    path = folder / FILE
+    new = not path.exists()
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if new and os.geteuid() == 0:  # an aggregator that is not root writes it too
+                os.fchown(handle, folder.stat().st_uid, folder.stat().st_gid)
+            size = os.fstat(handle).st_size
+            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+            chained = {**entry, "previous": hash_of(_last_line(handle, size)) if size else ""}
+            line = json.dumps(chained, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+            rest = b"\n" * torn + line
+            while rest:
+                rest = rest[os.write(handle, rest):]
+            if durable:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+        if new and durable:
+            storage.sync(folder)
+    except OSError as error:
+        raise StateError(f"cannot be written: {error.strerror or error}", where=str(path),
+                         hint="nothing is done on the console that is not in the audit log") from error
+
+
+def _last_line(handle: int, size: int) -> bytes:
+    """Without its end of line; empty lines count. Raises StateError for one that is longer than LARGEST_BYTES."""
+    block = MOST_LINE_BYTES
+    while True:
+        tail = os.pread(handle, min(block, size), max(0, size - block))
+        body = tail[:-1] if tail.endswith(b"\n") else tail
+        if b"\n" in body or block >= size:
+            return body.rpartition(b"\n")[2]
+        if block > LARGEST_BYTES:
+            raise StateError("has a line that is none of ours", where=FILE, expected=f"at most {LARGEST_BYTES} bytes",
+                             hint="move the file away; a new one is begun")
+        block *= 2
+
+
+def hash_of(line: bytes) -> str:
+    """Of a line without its end: sha256 in hex."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def _entry(via: str, by: str, action: str, device: str) -> dict[str, Any]:
+    return {"id": secrets.token_hex(8), "at": time.time(), "via": via, "by": by[:200], "action": action,
+            "device": device}
+
+
+def _anyhow(folder: Path, entry: dict[str, Any]) -> None:
+    """What cannot be written is told on stderr."""
+    write = partial(append, folder, entry)
+    try:
+        disk_errors.with_reserve(folder, write) if entry["action"] in ALWAYS else write()
+    except StateError as error:
+        processes.say(f"warning: not in the audit log: {error}")
+
+
+def _user() -> str:
+    """The user who typed the command, also under sudo."""
+    try:
+        return os.environ.get("SUDO_USER") or getpass.getuser()
+    except (OSError, KeyError):
+        return f"user {os.getuid()}"
+
+
+# Read -----------------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The last actions, oldest first, each with its outcome if it has one."""
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        with open(folder / FILE, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MOST_BYTES))
+            lines = file.read(MOST_BYTES).split(b"\n")[1 if size > MOST_BYTES else 0 :]
+    except OSError:
+        return []
+    for line in lines:
+        if (entry := _parsed(line)) is not None:
+            found[entry["id"]] = entry
+    return list(found.values())
+
+
+def sentence(entry: dict[str, Any]) -> str:
+    """An action in words."""
+    what = " ".join(filter(None, (str(entry.get("action", "")), str(entry.get("device", "")))))
+    outcome = {"done": "", "failed": " failed"}.get(str(entry.get("outcome", "")), " was asked for; its end is unknown")
+    text = f": {entry['text']}" if entry.get("text") else ""
+    via = ", ".join(filter(None, (str(entry.get("via", CONSOLE)), str(entry.get("by", "")))))
+    return f"{what}{outcome}{text} ({via})"
+
+
+@dataclass
+class Checked:
+    """lines: in the file. head: the hash of the last one. unchained: lines of a version that wrote no hashes, before
+    the chain begins. torn: numbers of lines that a power cut tore. broken: (number, what is wrong). entries: the last
+    ones, or those after ``since``, each with its ``line`` and ``hash``."""
+
+    lines: int = 0
+    head: str = ""
+    unchained: int = 0
+    torn: list[int] = field(default_factory=list)
+    broken: list[tuple[int, str]] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+
+def check(folder: Path, *, since: str = "", most: int = 1000) -> Checked:
+    """Reads the whole file, line by line, and checks that each line follows the one before.
+
+    since: the hash of a line, or how it begins; the entries after it are returned, and it is broken if no line has it.
+    most: entries that are returned, the newest; of what is torn and broken, the oldest. Raises StateError if the file
+    cannot be read.
+    """
+    found, reached, chained = Checked(), not since, False
+    newest = deque[dict[str, Any]](maxlen=most)
+    for raw in _lines(folder / FILE):
+        found.lines += 1
+        digest = hash_of(raw)
+        entry = _parsed(raw)
+        chained = chained or (entry is not None and "previous" in entry)
+        if entry is None:
+            found.torn[most:] = [found.lines]
+        elif not chained:
+            found.unchained += 1
+        elif wrong := _wrong(entry, found.head):
+            found.broken[most:] = [(found.lines, wrong)]
+        if entry is not None and reached:
+            newest.append({**entry, "line": found.lines, "hash": digest})
+        found.head, reached = digest, reached or digest.startswith(since)
+    if not reached:
+        found.broken.append((found.lines, f"no line has the hash {since[:64]}: it was changed, or lines were removed"))
+    found.entries = list(newest)
+    return found
+
+
+def _wrong(entry: dict[str, Any], head: str) -> str:
+    """What is wrong with a line after the one with the hash ``head``; empty if it follows."""
+    if "previous" not in entry:
+        return "has no hash of the line before: it was changed or put in"
+    if entry["previous"] == head:
+        return ""
+    return "does not follow the line before: one of them was changed, or lines between them were removed or put in"
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """What is in the file now. A line over LARGEST_BYTES comes in pieces, which do not follow each other."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            left = os.fstat(file.fileno()).st_size
+            fcntl.flock(file, fcntl.LOCK_UN)
+            while left > 0:
+                line, taken = _one(file, left)
+                left -= taken
+                yield line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StateError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+
+
+def _one(file: IO[bytes], left: int) -> tuple[bytes, int]:
+    """(the next line without its end, bytes taken of ``left``)."""
+    line = file.readline(min(left, LARGEST_BYTES))
+    return line[:-1] if line.endswith(b"\n") else line, max(len(line), 1)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """None for a line that is none of ours."""
+    if len(line) > MOST_LINE_BYTES:
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        entry = json.loads(line)
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and isinstance(entry.get("at"), float):
+            return entry
+    return None
