@@ -30,6 +30,8 @@ def console(
     plain: Annotated[bool, typer.Option("--plain", help="Allow plain HTTP beyond this machine.")] = False,
     name: Annotated[list[str] | None, typer.Option(help="A host name by which browsers reach it; may be repeated.")]
     = None,
+    inventory: Annotated[Path | None, typer.Option(metavar="INVENTORY.toml", help="The devices that the page may flash "
+                                                   "in waves; default: inventory.toml in the fleet's folder.")] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
     """Show the fleet on a page: devices, rounds, learning, cost, log; pause it, revoke a device, try an answer.
@@ -49,7 +51,8 @@ def console(
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # one in a terminal holds it up
 
-    serve.run(fleet, serve.Address(host, port, token_file, certificate, key, plain, tuple(name or ())), ready)
+    names = tuple(name or ())
+    serve.run(fleet, serve.Address(host, port, token_file, certificate, key, plain, names, inventory), ready)
 
 
 def audit(

@@ -251,6 +251,7 @@ def roll_back(
 ) -> None:
     """Go on training from an earlier served model, after the open round."""
     from cloud_server.devices import roll_back as back
+    from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)
@@ -260,6 +261,7 @@ def roll_back(
             return terminal.show([schema.plain(one) for one in kept])
         return print("\n".join(map(back.line, kept)) or "no round is kept yet")
     target = back.ask(made, to)
+    audit_log.done(fleet, "roll back", text=f"to round {target}")
     if as_json:
         return terminal.show({"to": target, "running": made.running()})
     when = "after the open round" if made.running() else "when the aggregator runs"

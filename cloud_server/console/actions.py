@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cloud_server.devices import devices, pause, predict
+from cloud_server.devices.flash_in_waves import WaveFlash
 from cloud_server.identity import audit_log, fleet_certificates, token_enrolment
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import schema, terminal
@@ -20,9 +21,10 @@ from fleet_core.base.processes import typed
 from fleet_core.data import unlabelled
 from fleet_core.protocol import topics
 
-ACTIONS = ("pause", "resume", "revoke", "token")
+ACTIONS = ("pause", "resume", "revoke", "token", "flash", "stop-flash")
 TOKENS = "tokens"
 HOURS = (1, 24 * 7)
+MOST_FAILURES = 10_000
 MOST_SAMPLES = 64
 ANSWER_S = 20.0
 SUFFIXES = (".npy", ".npz", ".csv", ".ndjson", ".jsonl", *unlabelled.IMAGES)
@@ -51,6 +53,24 @@ def _done(fleet: Fleet, action: str, name: str, given: dict[str, Any]) -> str:
     if action == "token":
         return _token(fleet, name, given.get("hours", 24))
     raise ConfigError(f"no action '{action[:20]}'", expected=", ".join(ACTIONS))
+
+
+def flash(folder: Path, waves: WaveFlash, given: dict[str, Any], by: str) -> str:
+    """Begins to flash the inventory's devices in ``given["waves"]``, with at most ``given["most_failures"]`` before a
+    further wave. The audit log's second line is written when that has ended. Raises FleetError."""
+    sizes, most = given.get("waves", ""), given.get("most_failures", 0)
+    if not isinstance(sizes, str):
+        raise ConfigError("are no waves", where="waves", expected="numbers of devices: 1,5,20")
+    if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= MOST_FAILURES:
+        raise ConfigError("is no number of failures", where="most_failures", expected=f"0 to {MOST_FAILURES}")
+    return waves.begin(sizes, most, lambda: audit_log.recorded(folder, by, "flash"))
+
+
+def stop_flash(folder: Path, waves: WaveFlash, by: str) -> str:
+    """Raises StateError where nothing is being flashed."""
+    with audit_log.recorded(folder, by, "stop-flash") as said:
+        said.append(waves.stop())
+    return said[0]
 
 
 def _token(fleet: Fleet, name: str, hours: Any) -> str:

@@ -5,7 +5,8 @@
     GET  /events                     the fleet, live: server-sent events
     GET  /rounds/N  /devices/NAME    a round explained; a device
     POST /devices/NAME/answer        a device's answer to samples
-    POST /actions/ACTION             pause, resume, revoke, token
+    GET  /flash                      what can be flashed in waves, and what is missing for it
+    POST /actions/ACTION             pause, resume, revoke, token, flash, stop-flash
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from starlette.staticfiles import StaticFiles
 from cloud_server.console import actions, device_view, round_words
 from cloud_server.console.guard import Guard, Tokens, name_shown
 from cloud_server.console.live import Live
+from cloud_server.devices.flash_in_waves import WaveFlash
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base.errors import FleetError
@@ -41,16 +43,20 @@ YEAR_S = 365 * 86_400
 
 
 def app(
-    folder: Path, live: Live, token: str | None = None, names: tuple[str, ...] = (), *, secure: bool = False
+    folder: Path, live: Live, token: str | None = None, names: tuple[str, ...] = (), *, secure: bool = False,
+    inventory: Path | None = None,
 ) -> Guard:
     """The console of the fleet in ``folder``. token: needed by every request, or None. names: host names by which it
-    may be reached besides addresses and localhost. secure: it is reached over TLS."""
-    tokens = Tokens(token)
+    may be reached besides addresses and localhost. secure: it is reached over TLS. inventory: of the devices that are
+    flashed in waves; None for the one in the folder."""
+    tokens, waves = Tokens(token), WaveFlash(folder, inventory)
+    live.also = waves.values
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with live.run():
             yield
+        await run_in_threadpool(waves.close)
 
     async def session(request: Request) -> Response:
         return JSONResponse({"open": tokens.allow(request.headers, name_shown(request.scope))})
@@ -86,9 +92,18 @@ def app(
         given = await _json(request, SMALL)
         place = request.client.host if request.client else ""
         by = " at ".join(filter(None, (name_shown(request.scope), place)))
-        text = await run_in_threadpool(actions.do, folder, request.path_params["action"], given, by)
+        action = request.path_params["action"]
+        if action == "flash":
+            text = await run_in_threadpool(actions.flash, folder, waves, given, by)
+        elif action == "stop-flash":
+            text = await run_in_threadpool(actions.stop_flash, folder, waves, by)
+        else:
+            text = await run_in_threadpool(actions.do, folder, action, given, by)
         live.look()
         return JSONResponse({"text": text})
+
+    async def flash(_: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(waves.offer))
 
     async def page(_: Request) -> Response:
         return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
@@ -98,6 +113,7 @@ def app(
         Route("/events", events),
         Route("/rounds/{number}", one_round), Route("/devices/{name}", one_device),
         Route("/devices/{name}/answer", answer, methods=["POST"]),
+        Route("/flash", flash),
         Route("/actions/{action}", act, methods=["POST"]),
         Mount("/page", _Files(directory=PAGE)),
     ]

@@ -12,8 +12,9 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 from cloud_server.console.fleet_view import FleetView
 from fleet_core.base.errors import FleetError
@@ -31,6 +32,8 @@ class Live:
     """The values of the fleet in ``folder``, as long as ``run`` runs. All but the reading belongs to the event loop."""
 
     def __init__(self, folder: Path):
+        self.also: Callable[[], dict[str, dict[str, Any]]] = dict
+        """Further values, read at every look."""
         self._folder = folder
         self._boot = secrets.token_hex(4)
         self._version, self._complete_from = 0, 0
@@ -135,7 +138,7 @@ class Live:
                     values = view.read()
                     kept = {key: json.dumps(value, separators=(",", ":")) for key, value in values.items()}
                     seen, read_at = version, started
-                texts = kept
+                texts = kept | {key: json.dumps(value, separators=(",", ":")) for key, value in self.also().items()}
             except (FleetError, OSError) as error:
                 texts = {**kept, TROUBLE: json.dumps(str(error)[:500])}
                 if view is not None:

@@ -33,7 +33,8 @@ MOST_CONNECTIONS = 256
 @dataclass(frozen=True)
 class Address:
     """Where the console listens. token_file: None for ``console.token`` in the fleet's folder, needed beyond loopback.
-    certificate, key: PEM files for TLS. plain: allow HTTP beyond loopback. names: further host names."""
+    certificate, key: PEM files for TLS. plain: allow HTTP beyond loopback. names: further host names. inventory: of the
+    devices that are flashed in waves; None for ``inventory.toml`` in the fleet's folder."""
 
     host: str = "127.0.0.1"
     port: int = PORT
@@ -42,6 +43,7 @@ class Address:
     key: Path | None = None
     plain: bool = False
     names: tuple[str, ...] = ()
+    inventory: Path | None = None
 
 
 def token_of(folder: Path, address: Address) -> str | None:
@@ -75,7 +77,8 @@ async def serve(folder: Path, address: Address, say: Callable[[str], None]) -> N
     listening = _socket(address)
     port = listening.getsockname()[1]
     settings = uvicorn.Config(
-        app(folder, live, token, address.names, secure=secure), log_level="warning", access_log=False, lifespan="on",
+        app(folder, live, token, address.names, secure=secure, inventory=address.inventory),
+        log_level="warning", access_log=False, lifespan="on",
         server_header=False, ws="none", limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=5,
         ssl_certfile=address.certificate, ssl_keyfile=address.key, http=_WithCertificate,
         ssl_cert_reqs=ssl.CERT_NONE if authority is None else ssl.CERT_OPTIONAL, ssl_ca_certs=authority,

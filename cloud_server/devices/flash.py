@@ -72,7 +72,7 @@ def flash(
         if device is not None or to is not None:
             raise ConfigError("--all INVENTORY.toml already names the devices and their addresses",
                               hint="leave out DEVICE.toml and --to")
-        return flash_over_ssh.every(inventory, choices, jobs=jobs, waves=_waves(waves), most_failures=most_failures)
+        return flash_over_ssh.every(inventory, choices, jobs=jobs, waves=waves, most_failures=most_failures)
     device = _required(device)
     if to is None:
         raise ConfigError("--to is missing", expected="--to image:PATH, --to /dev/NAME or --to ssh://USER@HOST")
@@ -86,14 +86,6 @@ def flash(
     if as_json:
         return terminal.show({**_job_facts(job, written=True), **written})
     _print_done(job)
-
-
-def _waves(text: str) -> tuple[int, ...]:
-    """Raises ConfigError for what is no list of positive numbers."""
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
-        raise ConfigError(f"'{text[:80]}' are no waves", where="--waves", expected="numbers of devices: 1,5,20")
-    return tuple(map(int, parts))
 
 
 def _required(device: Path | None) -> Path:

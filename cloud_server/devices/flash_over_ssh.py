@@ -22,9 +22,9 @@ from firmware_profiles.ssh.inventory import Entry
 from firmware_profiles.ssh.release import Release
 from firmware_profiles.ssh.remote import Remote, refuse
 from firmware_profiles.ssh.remote_install import OnDevice, Outcome, Plan, Tell
-from firmware_profiles.ssh.side_by_side import ONE_WAVE, Result, Waves
+from firmware_profiles.ssh.side_by_side import ONE_WAVE, Result, Show, Waves
 from fleet_core.base import schema, terminal
-from fleet_core.base.errors import FlashError
+from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.link.mqtt import MqttLink
 
 BUILD_LOCK = threading.Lock()
@@ -34,12 +34,13 @@ BUILD_LOCK = threading.Lock()
 @dataclass(frozen=True)
 class Choices:
     """The command line's options. config: an ssh config file instead of the user's. patience_s: seconds to wait for a
-    device to come back."""
+    device to come back. fleet: the folder of the fleet whose devices alone are flashed; None for any."""
 
     config: Path | None = None
     patience_s: int = remote_install.PATIENCE_S
     dry_run: bool = False
     as_json: bool = False
+    fleet: Path | None = None
 
 
 def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> None:
@@ -54,7 +55,7 @@ def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> 
         for name, content in plan.settings.items():
             print(f"\n--- {name}\n{content}", end="")
         return
-    result, = _flash((entry,), choices, 1)
+    result, = flashed((entry,), choices, 1)
     if result.error is not None:
         raise result.error
     if choices.as_json:
@@ -63,9 +64,10 @@ def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> 
         print(f"{entry.name}: {result.outcome}")
 
 
-def every(path: Path, choices: Choices, *, jobs: int, waves: tuple[int, ...] = (), most_failures: int = 0) -> None:
-    """``--all INVENTORY.toml``. Raises FlashError after all devices were tried, or the waves have
-    halted, if one of them failed."""
+def every(path: Path, choices: Choices, *, jobs: int, waves: str = "", most_failures: int = 0) -> None:
+    """``--all INVENTORY.toml``. waves: as in ``1,5,20``. Raises ConfigError, and FlashError after all were tried,
+    or the waves have halted, if one of them failed."""
+    sizes = side_by_side.sizes_of(waves, "--waves")
     entries = inventory.load(path)
     if choices.dry_run:
         plans = [(entry, _planned(entry, choices)) for entry in entries]
@@ -74,7 +76,7 @@ def every(path: Path, choices: Choices, *, jobs: int, waves: tuple[int, ...] = (
         for plan in plans:
             _print_plan(*plan)
         return
-    results = _flash(entries, choices, jobs, Waves(waves, most_failures))
+    results = flashed(entries, choices, jobs, Waves(sizes, most_failures))
     if choices.as_json:
         terminal.show([result.plain for result in results])
     else:
@@ -87,10 +89,15 @@ def every(path: Path, choices: Choices, *, jobs: int, waves: tuple[int, ...] = (
                          hint="run the same command again: it goes on with those that are not done")
 
 
-def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int, waves: Waves = ONE_WAVE) -> list[Result]:
+def flashed(
+    entries: tuple[Entry, ...], choices: Choices, jobs: int, waves: Waves = ONE_WAVE, *, show: Show | None = None,
+    stop: threading.Event | None = None,
+) -> list[Result]:
+    """Flashes ``jobs`` devices at a time. show: instead of stderr. stop: ends it when it is set."""
+
     def flash_one(entry: Entry, tell: Tell) -> Outcome:
         with (
-            _connected(entry, choices.config, tell) as (remote, made, release_for),
+            _connected(entry, choices, tell) as (remote, made, release_for),
             fleet_certificates.as_operator(made.fleet, made.broker) as tls,
         ):
             fleet = made.fleet.config.fleet.name
@@ -101,20 +108,22 @@ def _flash(entries: tuple[Entry, ...], choices: Choices, jobs: int, waves: Waves
                 audit_log.done(made.fleet.folder, "flash", made.device.name, f"agent {outcome.version} to {entry.to}")
             return outcome
 
-    return side_by_side.flash_all(entries, flash_one, side_by_side.show_for(entries), jobs, waves)
+    return side_by_side.flash_all(entries, flash_one, show or side_by_side.show_for(entries), jobs, waves, stop)
 
 
 @contextmanager
 def _connected(
-    entry: Entry, config: Path | None, tell: Tell
+    entry: Entry, choices: Choices, tell: Tell
 ) -> Iterator[tuple[Remote, Prepared, Callable[[bool], Release]]]:
     """(the connected device, its device file, its release with or without a token). Raises FleetError if the device
     does not match its file."""
-    with ssh_connection.Connection(ssh_connection.parse(entry.to, config), entry.accept_host_key) as connection:
+    with ssh_connection.Connection(ssh_connection.parse(entry.to, choices.config), entry.accept_host_key) as connection:
         tell("looking", "")
         remote = Remote(connection)
         found = remote.machine()
         made = prepare(Path(entry.file), python=found.python_version)
+        if choices.fleet is not None and not made.fleet.folder.samefile(choices.fleet):
+            raise ConfigError(f"is a device of another fleet, {made.fleet.folder}", where=entry.file)
         refuse(found, made.machine, remote.where)
         tell("making the program", "")
         with BUILD_LOCK:
@@ -129,7 +138,7 @@ def _connected(
 
 def _planned(entry: Entry, choices: Choices) -> Plan:
     """What would be done; no token is made."""
-    with _connected(entry, choices.config, lambda stage, far: None) as (remote, made, _):
+    with _connected(entry, choices, lambda stage, far: None) as (remote, made, _):
         built = program.make(made.machine, made.wheels, say=lambda line: None)
         return remote_install.plan(
             remote, lambda with_token: release.of(package_of(made, built, None, with_token=with_token))

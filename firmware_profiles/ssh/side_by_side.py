@@ -22,7 +22,7 @@ from rich.text import Text
 
 from firmware_profiles.ssh.inventory import Entry
 from firmware_profiles.ssh.remote_install import Outcome, Tell
-from fleet_core.base.errors import FlashError, FleetError
+from fleet_core.base.errors import ConfigError, FlashError, FleetError
 
 MARKS = {"waiting": ("·", "dim"), "going": ("…", "cyan"), "done": ("✓", "green"), "failed": ("✗", "red")}
 
@@ -48,14 +48,23 @@ class Waves:
 ONE_WAVE = Waves()
 
 
+def sizes_of(text: str, where: str) -> tuple[int, ...]:
+    """``1,5,20`` as numbers, empty for no text. Raises ConfigError for what is no list of positive numbers."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
+        raise ConfigError(f"'{text[:80]}' are no waves", where=where, expected="numbers of devices: 1,5,20")
+    return tuple(map(int, parts))
+
+
 @dataclass(frozen=True)
 class Result:
-    """One device's outcome, or the error that ended its installation."""
+    """One device's outcome, or the error that ended its installation. begun: False where a halt came before it."""
 
     entry: Entry
     seconds: float
     outcome: Outcome | None = None
     error: FleetError | None = None
+    begun: bool = True
 
     @property
     def plain(self) -> dict[str, object]:
@@ -72,22 +81,24 @@ Work = Callable[[Entry, Tell], Outcome]
 
 
 def flash_all(
-    entries: Sequence[Entry], work: Work, show: Show, jobs: int, waves: Waves = ONE_WAVE
+    entries: Sequence[Entry], work: Work, show: Show, jobs: int, waves: Waves = ONE_WAVE,
+    stop: threading.Event | None = None,
 ) -> list[Result]:
     """``work`` for every entry, ``jobs`` at the same time; results in the order of the entries. What is not begun after
     a wave with failures has an error that says so.
 
-    An interrupt, or an error that is no FleetError, ends all: entries that have not begun do not begin, the others end
-    at their next step. A device that is not confirmed by then rolls back by itself.
+    An interrupt, ``stop`` that is set, or an error that is no FleetError, ends all: entries that have not begun do not
+    begin, the others end at their next step. A device that is not confirmed by then rolls back by itself.
     """
-    pool, stop = ThreadPoolExecutor(max(1, min(jobs, len(entries)))), threading.Event()
+    pool, stop = ThreadPoolExecutor(max(1, min(jobs, len(entries)))), stop or threading.Event()
     try:
         with show:
             results: list[Result] = []
             for wave in waves.of(entries):
                 failed = sum(result.error is not None for result in results)
-                if waves.sizes and failed > waves.most_failures:
-                    return [*results, *(_not_begun(entry, failed, show) for entry in entries[len(results):])]
+                if stop.is_set() or (waves.sizes and failed > waves.most_failures):
+                    why = "stopped" if stop.is_set() else f"{failed} failed in the waves before"
+                    return [*results, *(_not_begun(entry, why, show) for entry in entries[len(results):])]
                 tasks = [pool.submit(_flash, entry, work, show, stop) for entry in wave]
                 results += [task.result() for task in tasks]
             return results
@@ -96,11 +107,10 @@ def flash_all(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _not_begun(entry: Entry, failed: int, show: Show) -> Result:
-    error = FlashError(f"not begun: {failed} failed in the waves before", where=entry.to,
-                       hint="run the same command again when that is mended")
+def _not_begun(entry: Entry, why: str, show: Show) -> Result:
+    error = FlashError(f"not begun: {why}", where=entry.to, hint="run the same command again when that is mended")
     show.update(entry, "failed", error.what, "")
-    return Result(entry, 0.0, error=error)
+    return Result(entry, 0.0, error=error, begun=False)
 
 
 def _flash(entry: Entry, work: Work, show: Show, stop: threading.Event) -> Result:

@@ -2,6 +2,7 @@
 
 import {ABSENT, ago, bytes, card, h, joules, plural, share, sum, text, updown} from "./dom.js";
 import {confirmed} from "./dialogs.js";
+import * as flash from "./flash.js";
 import * as store from "./store.js";
 
 const FILTERS = {
@@ -42,7 +43,8 @@ export function show(main) {
   });
   main.append(h("h1.unseen", {}, "Fleet"), cards, notes,
     h("div.toolbar", {role: "search"}, search, chosen("filter", FILTERS, "Show"), chosen("order", ORDERS, "Sort by"),
-      h("button", {type: "button", click: () => confirmed("token")}, "Add a device…"), count), list);
+      h("button", {type: "button", click: () => confirmed("token")}, "Add a device…"),
+      h("button", {type: "button", id: "flash", click: flash.asked}, "Flash devices…"), count), list);
 
   function arrange() {
     const words = kept.search.trim().toLowerCase();

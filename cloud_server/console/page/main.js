@@ -5,12 +5,13 @@ import {h, text} from "./dom.js";
 import * as store from "./store.js";
 import * as cost from "./cost.js";
 import * as device from "./device.js";
+import * as flash from "./flash.js";
 import * as fleet from "./fleet.js";
 import * as learning from "./learning.js";
 import * as log from "./log.js";
 import * as rounds from "./rounds.js";
 
-const VIEWS = {fleet, rounds, learning, cost, log, devices: device};
+const VIEWS = {fleet, rounds, learning, cost, log, flash, devices: device};
 const THEMES = ["", "light", "dark"];
 const SAID = {"": "as the system", light: "light", dark: "dark"};
 const main = document.getElementById("main");
@@ -30,7 +31,7 @@ function show() {
   leave();
   main.replaceChildren();
   leave = view.show(main, decoded(rest)) ?? (() => {});
-  const at = name === "devices" || !VIEWS[name] ? "fleet" : name;
+  const at = ["devices", "flash"].includes(name) || !VIEWS[name] ? "fleet" : name;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#/${at}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

@@ -13,6 +13,8 @@ function below(prefix) {
 
 export const devices = () => below("d/");
 export const rounds = () => below("r/").sort((a, b) => a.round - b.round);
+export const flashed = () => [...values].filter(([key]) => key.startsWith("w/"))
+  .sort(([a], [b]) => Number(a.slice(2)) - Number(b.slice(2))).map(([, value]) => value);
 export const events = () => below("l/").sort((a, b) => b.at - a.at);
 
 /** Calls listener(changed keys) at most once a frame; returns what ends it. */

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,18 @@ from cloud_server.console.app import LARGE, SMALL, app
 from cloud_server.console.fleet_view import FleetView
 from cloud_server.console.live import Live
 from cloud_server.console.serve import Address
-from cloud_server.devices import predict
+from cloud_server.devices import flash_in_waves, flash_over_ssh, predict
+from cloud_server.devices.flash_in_waves import WaveFlash
 from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round, Update
-from fleet_core.base.errors import ConfigError, LinkError, StateError
+from firmware_profiles.ssh import side_by_side
+from firmware_profiles.ssh.inventory import Entry
+from firmware_profiles.ssh.remote_install import Outcome, Tell
+from fleet_core.base.errors import ConfigError, FlashError, LinkError, StateError
 from fleet_core.protocol import enrolment_token
 from fleet_core.protocol.device_messages import Answer
+from tests.support.waiting import PATIENCE_S, until
 
 HERE = "http://localhost"
 ORIGIN = {"origin": HERE}
@@ -297,6 +303,123 @@ def test_a_torn_line_of_the_audit_log_spoils_no_other(tmp_path: Path) -> None:
     entries = audit_log.read(tmp_path)
     assert [(one["action"], one["outcome"]) for one in entries] == [("pause", "done"), ("revoke", "failed")]
     assert audit_log.sentence(entries[1]) == "revoke d1 failed: no disk (console, me)"
+
+
+# Flashing in waves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flashed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Three devices in the inventory, of which ``fails`` fail; ``began`` has those that began, ``go`` lets them end."""
+    for k, name in enumerate(("attic", "barn", "cellar")):
+        (folder / f"{name}.toml").write_text("")
+        with open(folder / "inventory.toml", "a", encoding="utf-8") as file:
+            file.write(f'[[devices]]\nfile = "{name}.toml"\nto = "ssh://pi@10.0.0.{k}"\n')
+    seen: dict[str, Any] = {"fails": set(), "began": [], "go": threading.Event()}
+
+    def work(entry: Entry, tell: Tell) -> Outcome:
+        seen["began"].append(entry.name)
+        tell("uploading", "1 of 2 MB")
+        assert seen["go"].wait(PATIENCE_S)
+        tell("waiting", "")
+        if entry.name in seen["fails"]:
+            raise FlashError("no connection", where=entry.to)
+        return Outcome(entry.name, "1.1", "1.0", True)
+
+    def instead(entries: Any, choices: Any, jobs: int, waves: Any, *, show: Any, stop: Any) -> Any:
+        return side_by_side.flash_all(entries, work, show, jobs, waves, stop)
+
+    monkeypatch.setattr(flash_over_ssh, "flashed", instead)
+    monkeypatch.setattr(flash_in_waves, "_missing", lambda: iter(()))
+    return seen
+
+
+def ended(waves: WaveFlash) -> dict[str, Any]:
+    until(lambda: not waves.going)
+    return waves.values()
+
+
+def test_waves_are_flashed_one_after_the_other_and_are_in_the_audit_log(
+    folder: Path, flashed: dict[str, Any]
+) -> None:
+    waves = WaveFlash(folder)
+    assert waves.offer()["devices"] == ["attic", "barn", "cellar"]
+    assert waves.values() == {}
+    text = actions.flash(folder, waves, {"waves": "1,2", "most_failures": 0}, "me")
+    assert text == "wave 1 of 2 begins: attic"
+    assert [(one["action"], one.get("outcome")) for one in audit_log.read(folder)] == [("flash", None)]
+    until(lambda: waves.values()["w/0"]["stage"] == "uploading")
+    assert waves.values()["w/0"] == {"name": "attic", "wave": 1, "state": "going", "stage": "uploading",
+                                     "far": "1 of 2 MB"}
+    assert waves.values()["w/2"]["state"] == "waiting"
+    with pytest.raises(StateError, match="already"):
+        actions.flash(folder, waves, {"waves": "1"}, "me")
+    flashed["go"].set()
+    found = ended(waves)
+    assert (found["flash"]["outcome"], found["flash"]["text"]) == ("done", "3 of 3 devices run it")
+    assert [found[f"w/{n}"]["wave"] for n in range(3)] == [1, 2, 2]
+    assert audit_log.read(folder)[-1]["text"] == "3 of 3 devices run it"
+
+
+def test_a_halt_says_why_and_which_devices_were_not_begun(folder: Path, flashed: dict[str, Any]) -> None:
+    flashed["fails"].add("attic")
+    flashed["go"].set()
+    waves = WaveFlash(folder)
+    actions.flash(folder, waves, {"waves": "1"}, "me")
+    found = ended(waves)
+    assert flashed["began"] == ["attic"]
+    assert found["flash"]["text"] == ("0 of 3 devices run it; 1 failed: attic: ssh://pi@10.0.0.0: no connection; "
+                                      "halted, because more than 0 had failed: 2 were not begun")
+    assert found["w/1"]["stage"] == "not begun: 1 failed in the waves before"
+    assert audit_log.read(folder)[-1]["outcome"] == "failed"
+    actions.flash(folder, waves, {"waves": "1", "most_failures": 1}, "me")
+    assert ended(waves)["flash"]["text"] == "2 of 3 devices run it; 1 failed: attic: ssh://pi@10.0.0.0: no connection"
+
+
+def test_stopping_begins_no_further_device(folder: Path, flashed: dict[str, Any]) -> None:
+    waves = WaveFlash(folder)
+    with pytest.raises(StateError, match="no device is being flashed"):
+        actions.stop_flash(folder, waves, "me")
+    actions.flash(folder, waves, {"waves": "1"}, "me")
+    until(lambda: flashed["began"] == ["attic"])
+    actions.stop_flash(folder, waves, "me")
+    flashed["go"].set()
+    found = ended(waves)
+    assert "stopped: 2 were not begun" in found["flash"]["text"]
+    assert "interrupted" in found["w/0"]["stage"]
+    assert flashed["began"] == ["attic"]
+    assert [one["action"] for one in audit_log.read(folder)] == ["stop-flash", "flash", "stop-flash"]
+
+
+def test_nothing_is_flashed_that_cannot_be_written_to_the_audit_log(folder: Path, flashed: dict[str, Any]) -> None:
+    (folder / audit_log.FILE).mkdir()
+    waves = WaveFlash(folder)
+    with pytest.raises(StateError, match="cannot be written"):
+        actions.flash(folder, waves, {"waves": "1"}, "me")
+    ended(waves)
+    assert flashed["began"] == []
+
+
+def test_what_is_missing_for_flashing_is_said(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    offer = client.get("/flash").json()
+    assert offer["devices"] == []
+    assert "there is no ssh on this machine" in offer["missing"][0]
+    assert "'metafleet console --inventory FILE' names another" in offer["missing"][-1]
+    refused = client.post("/actions/flash", json={"waves": "1"}, headers=ORIGIN)
+    assert refused.status_code == 409
+    assert "there is no ssh" in refused.json()["error"]
+
+
+@pytest.mark.parametrize("given", [{"waves": ""}, {"waves": "0"}, {"waves": 5}, {"waves": "1;2"}, {},
+                                   {"waves": "1", "most_failures": -1}, {"waves": "1", "most_failures": True},
+                                   {"waves": "1", "most_failures": "2"}, {"waves": "1", "most_failures": 1e9}])
+def test_what_are_no_waves_is_refused(
+    client: TestClient, folder: Path, flashed: dict[str, Any], given: dict[str, Any]
+) -> None:
+    assert client.post("/actions/flash", json=given, headers=ORIGIN).status_code == 409
+    assert audit_log.read(folder) == []
+    assert flashed["began"] == []
 
 
 # A question -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests.support.programs import Programs, metafleet, programs_in
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium", "chromedriver")]
-VIEWS = ("fleet", "rounds", "rounds/6", "learning", "cost", "log", "devices/attic-01")
+VIEWS = ("fleet", "rounds", "rounds/6", "learning", "cost", "log", "flash", "devices/attic-01")
 AXE = ROOT / "tests" / "support" / "axe" / "axe.min.js"
 
 
@@ -149,13 +149,49 @@ def test_a_device_is_added_with_a_token_or_told_why_not(page: Page) -> None:
     assert audit_log.read(page.fleet.folder)[-1]["outcome"] == "failed"
 
 
+def test_what_is_missing_for_flashing_is_said_instead_of_asked(page: Page) -> None:
+    page.open("fleet")
+    page.click("#flash")
+    page.until(lambda: "which lists the devices with their addresses" in page.text_of("dialog .note"))
+    assert page.all("dialog [type=submit]") == []
+    page.click("dialog [type=button]")
+    page.until(lambda: not page.all("dialog"))
+
+
+@pytest.mark.needs("ssh")
+def test_waves_are_asked_for_followed_and_halt_with_the_reason(
+    page: Page, programs: Programs, tmp_path: Path
+) -> None:
+    for k, name in enumerate(("attic", "barn", "cellar")):
+        (tmp_path / f"{name}.toml").write_text("")
+        with open(tmp_path / "boards.toml", "a", encoding="utf-8") as file:
+            file.write(f'[[devices]]\nfile = "{name}.toml"\nto = "ssh://root@127.0.0.1:{k + 1}"\n')
+    url = address(programs, page.fleet.folder, "--inventory", tmp_path / "boards.toml")
+    page.driver.get(f"{url}#/fleet")
+    page.until(lambda: page.all(".tile"))
+    page.click("#flash")
+    page.until(lambda: page.text_of("dialog h2") == "Flash 3 devices in waves?")
+    assert page.driver.switch_to.active_element.text == "Cancel"
+    page.one("#waves").clear()
+    page.one("#waves").send_keys("1", Keys.ENTER)
+    page.until(lambda: page.text_of("#main h1") == "Flash in waves")
+    page.until(lambda: "halted, because more than 0 had failed: 2 were not begun" in page.text_of(".words"))
+    assert "0 of 3 devices run it; 1 failed: attic: " in page.text_of(".words")
+    assert [row.text.split()[:3] for row in page.all("tbody tr")] == [
+        ["attic", "1", "failed"], ["barn", "2", "failed"], ["cellar", "3", "failed"]]
+    entry = audit_log.read(page.fleet.folder)[-1]
+    assert (entry["action"], entry["outcome"]) == ("flash", "failed")
+    assert "2 were not begun" in entry["text"]
+    page.click("dialog [type=button]")
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_no_view_has_a_serious_barrier(page: Page, dark: bool) -> None:
     found = {}
     for view in VIEWS:
         emulate(page.driver, 1280, 900, dark=dark)
         page.open(view)
-        page.until(lambda: page.all("#main table, .tile, canvas, .log li"))
+        page.until(lambda: page.all("#main table, .tile, canvas, .log li, .words"))
         page.driver.execute_script(AXE.read_text(encoding="utf-8"))
         results = page.driver.execute_async_script("axe.run().then(arguments[0])")
         found[view] = [f"{one['id']}: {one['nodes'][0]['html'][:120]} {one['nodes'][0]['failureSummary'][:200]}"
@@ -167,7 +203,7 @@ def test_a_phone_shows_every_view_without_scrolling_sideways(page: Page) -> None
     emulate(page.driver, 360, 740)
     for view in VIEWS:
         page.open(view)
-        page.until(lambda: page.all("#main table, .tile, canvas, .log li"))
+        page.until(lambda: page.all("#main table, .tile, canvas, .log li, .words"))
         assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 360, view
 
 

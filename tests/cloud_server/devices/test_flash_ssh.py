@@ -10,6 +10,9 @@ import pytest
 
 from cloud_server.devices import back_online
 from cloud_server.devices import flash as flash_cli
+from cloud_server.devices.flash_in_waves import WaveFlash
+from cloud_server.devices.flash_over_ssh import Choices
+from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
 from firmware_profiles.package import program
 from firmware_profiles.ssh import remote_install
@@ -18,6 +21,7 @@ from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.protocol import enrolment_token
 from tests.support.loopback_board import DEAF, Board, make_program
 from tests.support.pki import lab_fleet
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
@@ -108,6 +112,29 @@ def test_an_inventory_continues_where_one_fails_and_again_does_the_rest(
         result = json.loads(capfd.readouterr().out)
         assert [(each["device"], each["ok"]) for each in result] == [("nowhere", False), ("kitchen", True)]
         assert result[1]["changed"] is changed
+
+
+def test_the_consoles_waves_flash_a_device_and_halt_at_one_that_fails_or_is_not_the_fleets(
+    desk: Path, board: Board
+) -> None:
+    (desk / "nowhere.toml").write_text(DEVICE.replace("kitchen", "nowhere"))
+    (desk / "last.toml").write_text(DEVICE.replace("kitchen", "last"))
+    path = desk / "inventory.toml"
+    entries = (("kitchen", board.url()), ("nowhere", "ssh://root@127.0.0.1:1"), ("last", "ssh://root@127.0.0.1:2"))
+    path.write_text("".join(f'[[devices]]\nfile = "{name}.toml"\nto = "{to}"\n' for name, to in entries))
+    waves = WaveFlash(desk / "lab", path, Choices(board.config, fleet=desk / "lab"))
+    waves.begin("1", 0, lambda: audit_log.recorded(desk / "lab", "me", "flash"))
+    until(lambda: not waves.going)
+    found = waves.values()
+    assert found["w/0"]["state"] == "done"
+    assert f"{__version__}-aaa runs" in found["w/0"]["stage"]
+    assert "1 of 3 devices run it; 1 failed: nowhere: " in found["flash"]["text"]
+    assert "halted, because more than 0 had failed: 1 were not begun" in found["flash"]["text"]
+    lab_fleet(desk / "other")
+    waves = WaveFlash(desk / "other/lab", path, Choices(board.config, fleet=desk / "other/lab"))
+    waves.begin("1", 0, lambda: audit_log.recorded(desk / "other/lab", "me", "flash"))
+    until(lambda: not waves.going)
+    assert "is a device of another fleet" in waves.values()["flash"]["text"]
 
 
 def test_a_broken_update_is_taken_back_and_the_command_fails(
