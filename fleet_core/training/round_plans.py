@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet_core.algorithms.interface import ClientState, Method
+from fleet_core.algorithms.interface import EPISODIC, ClientState, Method
 from fleet_core.base.errors import DataError
 from fleet_core.base.trees import Params
 from fleet_core.data.episodes import Draw, draws
@@ -55,7 +55,7 @@ def plan_of(method: Method, one: Participant, hyper: Any) -> Plan:
     if not len(one.y):
         raise DataError("there are no samples to train on")
     seed = int(one.rng.integers(2**31))
-    drawn, left_out = draws(one.y, hyper, one.rng)
+    drawn, left_out = draws(one.y, hyper, one.rng, by_class=method.adaptation in EPISODIC)
     taken = tuple(itertools.islice(drawn, hyper.local_steps))
     whole = len(one.y) if method.adaptation == "fedproto" else 0
     return Plan(seed, taken, left_out(), whole)
