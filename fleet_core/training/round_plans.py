@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from fleet_core.data.episodes import Draw, draws
 
 Samples = np.ndarray[Any, Any]
 
+BATCHES = ("batch", "support_batch", "query_batch")
+"""The hyper-parameters that are numbers of samples."""
 MAX_PADDING = 2
 """The batches of padded clients differ in size by at most this factor."""
 
@@ -49,6 +51,25 @@ class Plan:
     @property
     def drawn(self) -> int:
         return sum(len(part) for draw in self.draws for part in draw)
+
+
+def capped(hyper: Any, most: int | None) -> Any:
+    """``hyper`` with batches of at most ``most`` samples, a board's limit. Support and query keep their proportion."""
+    sizes = _sizes(hyper)
+    largest = max(sizes.values(), default=0)
+    if most is None or largest <= most:
+        return hyper
+    return replace(hyper, **{name: max(1, round(size * most / largest)) for name, size in sizes.items()})
+
+
+def cut(asked: Any, used: Any) -> dict[str, float]:
+    """{batch: samples} of the batches that ``capped`` made smaller; a device reports them."""
+    before = _sizes(asked)
+    return {name: float(size) for name, size in _sizes(used).items() if size < before[name]}
+
+
+def _sizes(hyper: Any) -> dict[str, int]:
+    return {name: getattr(hyper, name) for name in BATCHES if hasattr(hyper, name)}
 
 
 def plan_of(method: Method, one: Participant, hyper: Any) -> Plan:
