@@ -26,12 +26,12 @@ from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
 from fleet_core.robust.norm_bound import Measure
 from fleet_core.robust.screening import Screened
+from fleet_core.training.round_plans import BATCHES
 
 REFUSALS_NOTED = 8
 REASON = 500  # characters
 MOST_SAMPLES = 10_000_000
 LARGEST_LOSS = 1e6
-BATCHES = ("batch", "support_batch", "query_batch")
 
 
 class UpdateReceiver:

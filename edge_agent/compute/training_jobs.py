@@ -19,7 +19,7 @@ import numpy as np
 from edge_agent.compute import update
 from edge_agent.compute.worker import Done, Job
 from edge_agent.device.local_samples import LocalData
-from edge_agent.device.manifest_method import capped, cut, hyper_of, method_of, wire
+from edge_agent.device.manifest_method import hyper_of, method_of, wire
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, state_key
 from fleet_core.algorithms.interface import ClientState, Method, Payload
@@ -29,7 +29,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.model.encoded_update import method_state
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.round_messages import Manifest
-from fleet_core.training import local_round, personal_round
+from fleet_core.training import local_round, personal_round, round_plans
 from fleet_core.training.local_round import Engine, TrainResult
 from fleet_core.training.round_plans import Participant
 
@@ -135,7 +135,7 @@ class Order:
     @property
     def cut(self) -> dict[str, float]:
         """The batch sizes that the board's memory made smaller than the round's."""
-        return cut(hyper_of(self.method, self.manifest.method.hyper), self.hyper)
+        return round_plans.cut(hyper_of(self.method, self.manifest.method.hyper), self.hyper)
 
     @staticmethod
     def read(header: Mapping[str, Any]) -> Order:
@@ -144,7 +144,7 @@ class Order:
         if manifest is None:
             raise MessageError("; ".join(map(str, problems)))
         method = method_of(manifest)
-        hyper = capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
+        hyper = round_plans.capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
         layout, home = Layout.from_json(header["layout"]), DeviceState(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
         data = LocalData.of(home.folder / header["samples"], layout, header["split"])

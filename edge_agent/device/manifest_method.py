@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 from fleet_core.algorithms.interface import Method
@@ -13,8 +12,6 @@ from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, MessageError
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.round_messages import Manifest
-
-BATCHES = ("batch", "support_batch", "query_batch")
 
 
 def method_of(manifest: Manifest) -> Method:
@@ -33,18 +30,6 @@ def hyper_of(method: Method, values: Mapping[str, Any]) -> Any:
     if hyper is None:
         raise ConfigError("; ".join(map(str, problems)), where=method.name)
     return hyper
-
-
-def capped(hyper: Any, most: int | None) -> Any:
-    """``hyper`` with batches of at most ``most`` samples, the board's limit."""
-    sizes = {f.name: getattr(hyper, f.name) for f in fields(hyper) if f.name in BATCHES}
-    return hyper if most is None else replace(hyper, **{name: min(size, most) for name, size in sizes.items()})
-
-
-def cut(asked: Any, used: Any) -> dict[str, float]:
-    """{batch: samples} of the batches that ``capped`` made smaller; the device reports them."""
-    sizes = {f.name: (getattr(asked, f.name), getattr(used, f.name)) for f in fields(used) if f.name in BATCHES}
-    return {name: float(less) for name, (size, less) in sizes.items() if less < size}
 
 
 def wire(layout: Layout, method: Method) -> Layout:

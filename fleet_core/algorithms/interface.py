@@ -19,6 +19,11 @@ ADAPTATIONS = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "metavers", "fedproto", "gp",
 )  # fmt: skip
 """The gradient estimators of ``fleet_core.learning.gradient_estimators``."""
+EPISODIC = ("proto", "metavers", "gp")
+"""Adaptations for which a label is only a number within the episode: a query is compared with the support's classes.
+They count the classes of the device, not those of the fleet, which may have a thousand where a device has two."""
+INNER = ("maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd")
+"""Adaptations that take gradient steps of their own, in all arrays."""
 PERSONALIZERS = ("none", "proto", "sgd", "meta-sgd", "own", "moreau", "knn", "gp", "fleet-proto")
 AUGMENTATIONS = ("none", "crop-flip")
 MOST = 100_000

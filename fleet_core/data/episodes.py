@@ -1,11 +1,16 @@
 """Draws support and query samples for meta-learning, and plain batches.
 
-Acar et al., "Debiasing Model Updates for Improving Personalized Federated Training" (ICML 2021): draws are repeated
-until every class of the query is in the support. In the paper support and query are disjoint random draws of each step;
-in the authors' program they are batches of a shuffled pass (``draws = "pass"``). Deviation: after 20 repetitions a
-stratified draw is used.
+``Splits`` are for gradient steps (Fallah et al. 2020, Chen et al. 2018): support and query are disjoint random draws,
+whatever their classes. In Chen's runs the support is a fixed share of a device's samples.
 
-Draws do not depend on the numbering of labels: a device with permuted labels draws the same samples.
+``Episodes`` are for methods that compare with the support's classes: a query of a class that the support lacks has no
+right answer. Acar et al., "Debiasing Model Updates for Improving Personalized Federated Training" (ICML 2021): draws
+are repeated until every class of the query is in the support. Deviation: after 20 repetitions a stratified draw is
+used.
+
+In the papers both are drawn anew in each step; in the program of Acar et al. they are batches of a shuffled pass
+(``draws = "pass"``). Draws do not depend on the numbering of labels: a device with permuted labels draws the same
+samples.
 """
 
 from __future__ import annotations
@@ -21,6 +26,47 @@ from fleet_core.base.errors import DataError
 Indices = NDArray[np.int64]
 Draw = tuple[Indices, ...]
 MAX_DRAWS = 21  # the first and at most 20 more
+
+
+class _Pool:
+    """Draws without replacement from ``rows``: all of them each time, or with ``passes`` from a shuffled pass over
+    them, which is shuffled again when too few are left."""
+
+    def __init__(self, rows: Indices, rng: np.random.Generator, *, passes: bool):
+        self._rows, self._rng, self._passes = rows, rng, passes
+        self._left: Indices = rows[:0]
+
+    def draw(self, first: int, second: int) -> tuple[Indices, Indices]:
+        if not self._passes or self._left.size < first + second:
+            self._left = self._rng.permutation(self._rows)
+        one, two, self._left = np.split(self._left, [first, first + second])
+        return one, two
+
+
+class Splits:
+    """An endless iterator of (support indices, query indices): disjoint, at random, whatever their classes.
+
+    Args:
+        samples: of the device; with fewer than both batches it draws all in the same proportion, at least one of each.
+        support_batch, query_batch, rng, passes: as in ``Episodes``.
+
+    Raises DataError for fewer than two samples.
+    """
+
+    def __init__(
+        self, samples: int, support_batch: int, query_batch: int, rng: np.random.Generator, *, passes: bool = False
+    ):
+        _check_sizes(support_batch, query_batch)
+        if samples < 2:
+            raise DataError(f"{samples} samples", expected="two, one for support and one for query")
+        self.support_batch, self.query_batch = _scaled(support_batch, query_batch, samples, 1)
+        self._pool = _Pool(np.arange(samples), rng, passes=passes)
+
+    def __iter__(self) -> Iterator[tuple[Indices, Indices]]:
+        return self
+
+    def __next__(self) -> tuple[Indices, Indices]:
+        return self._pool.draw(self.support_batch, self.query_batch)
 
 
 class Episodes:
@@ -45,21 +91,19 @@ class Episodes:
     def __init__(
         self, y: ArrayLike, support_batch: int, query_batch: int, rng: np.random.Generator, *, passes: bool = False
     ):
-        if support_batch < 1 or query_batch < 1:
-            raise DataError(f"an episode of {support_batch} + {query_batch} samples", expected="at least 1 + 1")
+        _check_sizes(support_batch, query_batch)
         labels = np.asarray(y)
         names, self._class, counts = np.unique(labels, return_inverse=True, return_counts=True)
         self.left_out = {int(names[k]): int(counts[k]) for k in np.flatnonzero(counts < 2)}
-        self._pool: Indices = np.flatnonzero(counts[self._class] >= 2)
-        if not self._pool.size:
+        self._rows: Indices = np.flatnonzero(counts[self._class] >= 2)
+        if not self._rows.size:
             raise DataError(
                 f"no class has two samples among {labels.size}", hint="a class needs one for support and one for query"
             )
         self.support_batch, self.query_batch = _scaled(
-            support_batch, query_batch, self._pool.size, int((counts >= 2).sum())
+            support_batch, query_batch, self._rows.size, int((counts >= 2).sum())
         )
-        self._rng, self._passes = rng, passes
-        self._left: Indices = self._pool[:0]
+        self._rng, self._pool = rng, _Pool(self._rows, rng, passes=passes)
         self.redraws = self.stratified = 0
 
     def __iter__(self) -> Iterator[tuple[Indices, Indices]]:
@@ -68,22 +112,16 @@ class Episodes:
     def __next__(self) -> tuple[Indices, Indices]:
         for draw in range(MAX_DRAWS):
             self.redraws += draw > 0
-            support, query = np.split(self._draw(self.support_batch + self.query_batch), [self.support_batch])
+            support, query = self._pool.draw(self.support_batch, self.query_batch)
             if np.isin(self._class[query], self._class[support]).all():
                 return support, query
         self.stratified += 1
         return self._stratified()
 
-    def _draw(self, number: int) -> Indices:
-        if not self._passes or self._left.size < number:
-            self._left = self._rng.permutation(self._pool)
-        drawn, self._left = np.split(self._left, [number])
-        return drawn
-
     def _stratified(self) -> tuple[Indices, Indices]:
         """One support sample of each class, as far as they fit; the rest of both batches at random from these classes.
         """
-        order = self._rng.permutation(self._pool)
+        order = self._rng.permutation(self._rows)
         _, first = np.unique(self._class[order], return_index=True)
         lead = np.sort(first)[: self.support_batch]  # in the order of the permutation, not of the labels
         rest = np.delete(order, lead)
@@ -128,12 +166,13 @@ def _shuffled(parts: list[Indices], order: Indices) -> Indices:
 
 
 def draws(
-    y: ArrayLike, hyper: Any, rng: np.random.Generator
+    y: ArrayLike, hyper: Any, rng: np.random.Generator, *, by_class: bool
 ) -> tuple[Iterator[Draw], Callable[[], Mapping[int, int]]]:
     """(endless iterator of the draws of a step, function that returns what was left out so far: class -> samples).
 
-    A draw is (support, query) or, with ``hyper.independent_hessian_batch``, (support, query, third). The support is
-    empty for methods without adaptation.
+    by_class: the query may only have classes of the support, for methods that compare with these. A draw is (support,
+    query) or, with ``hyper.independent_hessian_batch``, (support, query, third). The support is empty for methods
+    without adaptation.
     """
     labels = np.asarray(y)
     if hasattr(hyper, "batch"):
@@ -142,11 +181,15 @@ def draws(
     if getattr(hyper, "shots", 0):
         shots = Shots(labels, hyper.shots, hyper.query_shots, rng)
         return shots, lambda: dict(shots.left_out)
-    episodes = Episodes(labels, hyper.support_batch, hyper.query_batch, rng, passes=hyper.draws == "pass")
-    if not getattr(hyper, "independent_hessian_batch", False):
+    sizes, passes = (hyper.support_batch, hyper.query_batch), hyper.draws == "pass"
+    if by_class:
+        episodes = Episodes(labels, *sizes, rng, passes=passes)
         return episodes, lambda: dict(episodes.left_out)
+    splits = Splits(labels.size, *sizes, rng, passes=passes)
+    if not getattr(hyper, "independent_hessian_batch", False):
+        return splits, dict
     third = batches(labels.size, min(hyper.support_batch, labels.size), rng)
-    return ((*pair, more) for pair, more in zip(episodes, third, strict=False)), lambda: dict(episodes.left_out)
+    return ((*pair, more) for pair, more in zip(splits, third, strict=False)), dict
 
 
 def batches(n: int, batch: int, rng: np.random.Generator) -> Iterator[Indices]:
@@ -157,6 +200,11 @@ def batches(n: int, batch: int, rng: np.random.Generator) -> Iterator[Indices]:
         order = rng.permutation(n)
         for start in range(0, n, batch):
             yield order[start : start + batch]
+
+
+def _check_sizes(support_batch: int, query_batch: int) -> None:
+    if support_batch < 1 or query_batch < 1:
+        raise DataError(f"an episode of {support_batch} + {query_batch} samples", expected="at least 1 + 1")
 
 
 def _scaled(support: int, query: int, available: int, classes: int) -> tuple[int, int]:

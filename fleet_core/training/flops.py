@@ -6,16 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.interface import EPISODIC, INNER, Method
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.model.layout import Layout
 from fleet_core.training.round_plans import Plan
-
-EPISODIC = ("proto", "metavers", "gp")
-"""Adaptations for which a label is only a number within the episode. They count the classes of the device, not those of
-the fleet, which may have a thousand where a device has two."""
-INNER = ("maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd")
-"""Adaptations that take gradient steps of their own, in all arrays."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fleet_core.algorithms import freezing
-from fleet_core.algorithms.interface import ClientState, GradFn, Method, Payload
+from fleet_core.algorithms.interface import EPISODIC, INNER, ClientState, GradFn, Method, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import DataError, RoundError
 from fleet_core.base.moving import EVERYTHING, Moving
@@ -24,7 +24,6 @@ from fleet_core.base.trees import Params
 from fleet_core.data import model_input
 from fleet_core.data.episodes import Draw
 from fleet_core.model.layout import MODEL_GROUPS, Layout
-from fleet_core.training.flops import EPISODIC, INNER
 from fleet_core.training.inner_steps import Gradient
 from fleet_core.training.round_plans import Participant, Plan, Samples, plan_of
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from fleet_core.algorithms.interface import ClientState, Method
+from fleet_core.algorithms.interface import EPISODIC, ClientState, Method
 from fleet_core.base.errors import DataError
 from fleet_core.base.trees import Params
 from fleet_core.data.episodes import Draw, draws
 
 Samples = np.ndarray[Any, Any]
 
+BATCHES = ("batch", "support_batch", "query_batch")
+"""The hyper-parameters that are numbers of samples."""
 MAX_PADDING = 2
 """The batches of padded clients differ in size by at most this factor."""
 
@@ -51,11 +53,30 @@ class Plan:
         return sum(len(part) for draw in self.draws for part in draw)
 
 
+def capped(hyper: Any, most: int | None) -> Any:
+    """``hyper`` with batches of at most ``most`` samples, a board's limit. Support and query keep their proportion."""
+    sizes = _sizes(hyper)
+    largest = max(sizes.values(), default=0)
+    if most is None or largest <= most:
+        return hyper
+    return replace(hyper, **{name: max(1, round(size * most / largest)) for name, size in sizes.items()})
+
+
+def cut(asked: Any, used: Any) -> dict[str, float]:
+    """{batch: samples} of the batches that ``capped`` made smaller; a device reports them."""
+    before = _sizes(asked)
+    return {name: float(size) for name, size in _sizes(used).items() if size < before[name]}
+
+
+def _sizes(hyper: Any) -> dict[str, int]:
+    return {name: getattr(hyper, name) for name in BATCHES if hasattr(hyper, name)}
+
+
 def plan_of(method: Method, one: Participant, hyper: Any) -> Plan:
     if not len(one.y):
         raise DataError("there are no samples to train on")
     seed = int(one.rng.integers(2**31))
-    drawn, left_out = draws(one.y, hyper, one.rng)
+    drawn, left_out = draws(one.y, hyper, one.rng, by_class=method.adaptation in EPISODIC)
     taken = tuple(itertools.islice(drawn, hyper.local_steps))
     whole = len(one.y) if method.adaptation == "fedproto" else 0
     return Plan(seed, taken, left_out(), whole)

@@ -135,7 +135,8 @@ class Experiment:
     four bytes per value and is lossless. skip_below: as in a fleet. board: a profile or its file, with constants for
     joules. precision: ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything
     else of a method stay float32. A fleet trains in float32. train: which arrays rounds train and send. robust,
-    max_update_norm: which updates are used. All three as in fleet.toml."""
+    max_update_norm: which updates are used. All three as in fleet.toml. max_batch: a batch on every device has at most
+    so many samples, as on a board with that limit."""
 
     data: DataSection
     model: ModelSection
@@ -154,6 +155,7 @@ class Experiment:
     train: TrainSection = field(default_factory=TrainSection)
     robust: RobustSection = field(default_factory=RobustSection)
     max_update_norm: float | None = field(default=None, metadata={"above": 0})
+    max_batch: int | None = field(default=None, metadata={"min": 1})
 
     def codecs(self, method: Method) -> dict[str, str]:
         """Way -> codec, ``none`` or ``auto``; as in a fleet nothing lossy for sums over samples."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cloud_server.laboratory.plan.experiment import SYNTHETIC, Experiment, Run
-from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.interface import EPISODIC, Method
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, shortened
 from fleet_core.data import model_input
@@ -138,8 +138,7 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
     for method in methods:
         models.check_groups(method, layout)
         select_arrays.moving_of(experiment.train, layout, method)
-    episodic = sorted({run.method.name for run in runs if not hasattr(run.hyper, "batch")})
-    _check_devices(workload, episodic, () if workload.support_split == TIME else experiment.evaluation.support)
+    _check_devices(workload, runs, () if workload.support_split == TIME else experiment.evaluation.support)
     ways = max((len(share.labels or ()) for share in workload.novel), default=0)
     if ways > len(layout.classes):
         raise ConfigError(f"novel devices with {ways} classes, and the model has {len(layout.classes)}",
@@ -151,12 +150,18 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
     ]
 
 
-def _check_devices(workload: Workload, episodic: Sequence[str], supports: Sequence[float]) -> None:
+def _check_devices(workload: Workload, runs: Sequence[Run], supports: Sequence[float]) -> None:
     """Raises DataError if a device has too few training samples, or the support set of a new one lacks a class."""
     y, bad = workload.samples.y, list[str]()
-    if episodic:
+    divided = [run.method for run in runs if not hasattr(run.hyper, "batch")]
+    compared = sorted(method.name for method in divided if method.adaptation in EPISODIC)
+    stepped = sorted(method.name for method in divided if method.adaptation not in EPISODIC)
+    if compared:
         poor = [share.name for share in workload.train if np.bincount(y[share.train]).max() < 2]
-        bad += [f"{name}: no class has two training samples, which {episodic[0]} needs" for name in poor]
+        bad += [f"{name}: no class has two training samples, which {compared[0]} needs" for name in poor]
+    elif stepped:
+        poor = [share.name for share in workload.train if len(share.train) < 2]
+        bad += [f"{name}: fewer than two training samples, and {stepped[0]} needs them" for name in poor]
     for share in workload.new:
         try:
             for support in supports:

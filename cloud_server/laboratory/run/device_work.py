@@ -34,7 +34,7 @@ from fleet_core.model.encoded_update import EncodedUpdate, encode_update, method
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.training.local_round import TrainResult
-from fleet_core.training.round_plans import Participant
+from fleet_core.training.round_plans import Participant, capped
 
 TEST_STEP = "test_step"
 FAILURES = (RoundError, DataError, CodecError)
@@ -138,7 +138,8 @@ class Worker:
         if setting.device == "cuda":
             repeatable()
         self._experiment, self._run = setting.experiment, setting.run
-        self._method, self._hyper = setting.run.method, setting.run.hyper
+        self._method = setting.run.method
+        self._hyper = capped(setting.run.hyper, setting.experiment.max_batch)
         self.workload = workload or workloads.build(setting.experiment)
         self.layout = workloads.layout_of(setting.experiment, self.workload)
         self._wire = self.layout.extended(self._method.down, self._method.shared)

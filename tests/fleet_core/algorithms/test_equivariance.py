@@ -73,7 +73,7 @@ def test_every_sample_of_a_class_can_be_drawn_to_either_side() -> None:
 
 def test_an_independent_hessian_batch_is_drawn_beside_the_episode() -> None:
     hyper = hyper_of("per-fedavg-exact", support_batch=5, query_batch=4, independent_hessian_batch=True)
-    stream, _ = draws(np.arange(40) % 4, hyper, np.random.default_rng(0))
+    stream, _ = draws(np.arange(40) % 4, hyper, np.random.default_rng(0), by_class=False)
     for _ in range(4):
         support, query, third = next(stream)
         assert list(map(len, (support, query, third))) == [5, 4, 5]

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import firmware_profiles
 from cloud_server.commands.cli import app
 from cloud_server.ledger.ledger_tables import Evaluation
-from edge_agent.device.manifest_method import capped
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import ConfigError
 from fleet_core.board import catalogue, probe
@@ -25,6 +24,7 @@ from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.probe import Machine
 from fleet_core.board.profile import Can, Profile
 from fleet_core.training import local_round
+from fleet_core.training.round_plans import capped, cut
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.world_checks import finished, statuses
 
@@ -386,7 +386,16 @@ def test_no_batch_of_any_method_is_above_the_boards_limit_and_nothing_else_chang
     assert {k: v for k, v in vars(less).items() if k not in sizes} == {
         k: v for k, v in vars(hyper).items() if k not in sizes}
     assert capped(hyper, None) is hyper
+    assert cut(hyper, less) == {key: size for key, size in sizes.items()}
+    assert cut(hyper, hyper) == {}
     assert capped(hyper, 10**6) == hyper
+
+
+def test_support_and_query_keep_their_proportion_under_a_boards_limit() -> None:
+    hyper = capped(METHODS["fedmeta-maml"].hyper(support_batch=200, query_batch=800), 100)
+    assert (hyper.support_batch, hyper.query_batch) == (25, 100)
+    hyper = capped(METHODS["fedmeta-maml"].hyper(support_batch=1, query_batch=800), 100)
+    assert (hyper.support_batch, hyper.query_batch) == (1, 100)
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
+import itertools
 import sys
 import tempfile
 import zipfile
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data import heartbeat
-from fleet_core.data.episodes import MAX_DRAWS, Episodes, batches
+from fleet_core.data.episodes import MAX_DRAWS, Episodes, Splits, batches
 from fleet_core.data.samples import Samples, append, load, save
 from fleet_core.data.time_split import by_time, first_seconds
 from tests.support.paths import ROOT
@@ -555,6 +557,51 @@ def test_a_small_device_draws_in_the_same_proportion() -> None:
     assert (len(shown), len(asked)) == (3, 3)
 
 
+def test_the_draws_of_class_means_keep_their_bits() -> None:
+    y, digest = np.arange(60) % 7, hashlib.sha256()
+    y[:3] = 8
+    for passes in (False, True):
+        episodes = Episodes(y, 10, 14, np.random.default_rng(5), passes=passes)
+        for pair in itertools.islice(episodes, 20):
+            for part in pair:
+                digest.update(part.astype("<i8").tobytes())
+        assert episodes.redraws
+        assert episodes.stratified
+    assert digest.hexdigest()[:16] == "c6db1c47d27ab966"
+
+
+@settings(deadline=None)
+@given(samples=st.integers(2, 200), support=sizes, query=sizes, seed=st.integers(0, 1000), passes=st.booleans())
+def test_a_split_is_disjoint_and_in_the_proportion_that_was_asked_for(
+    samples: int, support: int, query: int, seed: int, passes: bool
+) -> None:
+    splits = Splits(samples, support, query, np.random.default_rng(seed), passes=passes)
+    for shown, asked in itertools.islice(splits, 5):
+        assert len(set(shown) | set(asked)) == len(shown) + len(asked) == min(samples, support + query)
+        assert min(len(shown), len(asked)) >= 1
+        assert abs(len(shown) - (len(shown) + len(asked)) * support / (support + query)) <= 1
+
+
+def test_in_splits_a_class_of_one_sample_comes_to_either_side() -> None:
+    """The device has 26 classes and at most two samples of each, as a short role of Shakespeare; 20 % are support."""
+    y = np.array([*range(26), *range(14)])
+    pairs = list(itertools.islice(Splits(y.size, 200, 800, np.random.default_rng(0)), 60))
+    assert {(len(shown), len(asked)) for shown, asked in pairs} == {(8, 32)}
+    assert {len(set(y[shown]) | set(y[asked])) for shown, asked in pairs} == {26}
+    assert any(not set(y[asked]) <= set(y[shown]) for shown, asked in pairs)
+    assert {25} <= set(np.concatenate([y[shown] for shown, _ in pairs])) & set(np.concatenate([y[a] for _, a in pairs]))
+
+
+def test_a_device_whose_draws_fit_draws_in_splits_what_it_drew_in_episodes() -> None:
+    """Where no draw is refused and no class is single, the two differ in nothing."""
+    y = np.arange(300) % 3
+    for passes in (False, True):
+        plain = Splits(y.size, 40, 20, np.random.default_rng(4), passes=passes)
+        by_class = Episodes(y, 40, 20, np.random.default_rng(4), passes=passes)
+        for one, other in itertools.islice(zip(plain, by_class, strict=True), 8):
+            np.testing.assert_array_equal(np.concatenate(one), np.concatenate(other))
+
+
 def test_episodes_are_random_and_repeat_with_their_seed() -> None:
     y = [0, 1] * 50
     assert draws(y, 5, 5, 1) == draws(y, 5, 5, 1)
@@ -582,6 +629,8 @@ def test_batches_and_episodes_of_nothing_are_refused() -> None:
         lambda: next(batches(5, 0, rng)),
         lambda: Episodes([0, 0], 0, 1, rng),
         lambda: Episodes([], 1, 1, rng),
+        lambda: Splits(5, 1, 0, rng),
+        lambda: Splits(1, 1, 1, rng),
     ]
     for call in refused:
         with pytest.raises(DataError):

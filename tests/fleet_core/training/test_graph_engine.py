@@ -14,7 +14,7 @@ from fleet_core.base.errors import BundleError, RoundError
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.learning import local_training
-from fleet_core.training import local_round
+from fleet_core.training import local_round, round_plans
 from fleet_core.training.graph_engine import GraphEngine, Opened, check_golden
 from fleet_core.training.local_round import TrainResult
 from tests.support.simulation import Fleet, hyper_of, max_difference, toy_samples
@@ -95,6 +95,26 @@ def test_classes_of_a_devices_own_take_the_same_graph() -> None:
     engine = GraphEngine(opened(train_graph("pfldyn-proto")))
     found = local_round.train_one(engine, fleet.method, fleet.layout, sent, again, fleet.hyper)
     assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["fedmeta-maml", "fedmeta-fomaml", "fedmeta-metasgd", "per-fedavg-hf"])
+def test_a_query_of_classes_that_the_support_lacks_has_a_gradient_and_it_is_torchs(name: str) -> None:
+    """A device with one sample of class 2: both engines take the same draws, and all of its samples."""
+    x, y = toy_samples(12, labels=[0, 1])
+    y[5] = 2
+    fleet = Fleet(name, hyper_of(name, **{**STEPS, "support_batch": 20, "query_batch": 80}), [(x, y)])
+    sent, (one,), (again,) = fleet.broadcast(), fleet.participants(), fleet.participants()
+    by_torch = local_training.train_round(
+        fleet.method, fleet.model, fleet.layout, sent, one.state, one.x, one.y, fleet.hyper, one.rng)
+    found = local_round.train_one(
+        GraphEngine(opened(train_graph(name))), fleet.method, fleet.layout, sent, again, fleet.hyper)
+    assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+    assert found.left_out == by_torch.left_out == {}
+    (again,) = fleet.participants()
+    for support, query in round_plans.plan_of(fleet.method, again, fleet.hyper).draws:
+        assert sorted([*support, *query]) == list(range(12))
+        assert len(support) == 2
+        assert not set(y[query]) <= set(y[support])
 
 
 def test_the_graph_gives_its_golden_outputs_and_one_that_does_not_is_refused() -> None:

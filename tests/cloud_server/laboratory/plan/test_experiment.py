@@ -366,6 +366,13 @@ def test_devices_that_can_draw_no_episode_are_refused_by_name(tmp_path: Path) ->
     lab.run_first(lab.experiment(data, "fedavg", {"local_steps": 1, "finetune_steps": 1}), tmp_path / "run")
 
 
+def test_gradient_steps_need_two_training_samples_of_any_class(tmp_path: Path) -> None:
+    data = sparse(tmp_path / "few.npz", {"rich": [0, 0, 1, 1, 0, 1], "poor": [0, 1, 1, 1], "poorer": [1, 0]})
+    message = refused(tmp_path, lab.settings(data, "per-fedavg-fo", cohort=0))
+    assert message.splitlines()[0] == "poorer: fewer than two training samples, and per-fedavg-fo needs them"
+    assert len(message.splitlines()) == 2
+
+
 def test_a_new_device_without_a_support_set_is_refused_by_name(tmp_path: Path) -> None:
     data = sparse(tmp_path / "few.npz", {f"d{k}": [0, 1, 2] for k in range(4)})
     message = refused(tmp_path, lab.settings(data, "fedavg", {}, evaluation={"new_devices": 0.5}))

@@ -21,6 +21,7 @@ from edge_agent.device.state import DeviceState, read_state
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.trees import Params
+from fleet_core.board.limits import Limits
 from fleet_core.model import choose_frozen
 from fleet_core.model.choose_codec import WAYS
 from tests.support import lab
@@ -43,7 +44,7 @@ LONG = os.environ.get("METAFLEET_LONG") == "1"
 def run_fleet(
     folder: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS, devices: int = 3,
     hidden: int = 6, seed: int = 3, cohort: int = 2, skip_below: float = 0.0, train: dict[str, Any] | None = None,
-    rule: str = "none",
+    rule: str = "none", max_batch: int | None = None,
 ) -> World:
     """Until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {json.dumps(value)}" for name, value in hyper.items() if name != "local_steps")
@@ -55,7 +56,8 @@ def run_fleet(
     w = world(folder, f"{text}\n{config.toml({'train': train or {}, 'robust': {'rule': rule}})}")
     w.start_server()
     for n in range(devices):
-        w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6)
+        w.start_agent(f"d{n}", toy(n, shift=0.3 * n), train_fraction=0.6,
+                      limits=Limits(True, max_batch=max_batch) if max_batch else None)
 
     def over() -> bool:
         evaluated = w.server.ledger.rows(Evaluation, round=rounds, stage="after")
@@ -117,6 +119,13 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     compare_with_a_fleet(tmp_path, method, hyper, codec, skip_below=skip_below)
 
 
+@pytest.mark.parametrize("method", ["pfldyn-proto", "per-fedavg-fo", "fedper"])
+def test_under_a_boards_limit_a_run_computes_what_a_fleet_computes(tmp_path: Path, method: str) -> None:
+    """A support of 4 and a query of 16 become 2 and 8 on both sides."""
+    hyper = {"local_steps": 3, **({"batch": 20} if method == "fedper" else {"support_batch": 4, "query_batch": 16})}
+    compare_with_a_fleet(tmp_path, method, hyper, "int8", max_batch=8)
+
+
 @pytest.mark.parametrize("rule", ["none", "clip", "median", "trimmed", "krum", "history"])
 def test_with_a_liar_a_run_computes_what_a_fleet_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
@@ -170,13 +179,14 @@ def test_a_run_that_trains_a_part_computes_what_a_fleet_computes(
 def compare_with_a_fleet(
     tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, *, rounds: int = ROUNDS,
     skip_below: float = 0.0, train: dict[str, Any] | None = None, rule: str = "none", cohort: int = 2,
+    max_batch: int | None = None,
 ) -> Store:
     w = run_fleet(tmp_path / "fleet", method, hyper, codec, rounds=rounds, skip_below=skip_below, train=train,
-                  rule=rule, cohort=cohort)
+                  rule=rule, cohort=cohort, max_batch=max_batch)
     first = w.fleet.weights(w.server.layout)
     asked = lab.experiment(lab.recordings(tmp_path / "all.npz"), method, hyper, seeds=[3], codec_up=codec,
                            codec_down=codec, skip_below=skip_below, budget={"rounds": rounds}, evaluation={"every": 2},
-                           train=train or {}, robust={"rule": rule}, cohort=cohort)
+                           train=train or {}, robust={"rule": rule}, cohort=cohort, max_batch=max_batch)
     store = lab.run_first(asked, tmp_path / "run", first=first)
     theirs = lab.flat(fleet_server(w))
     if w.server.checkpoint.state.served is w.server.checkpoint.state.model:
