@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cloud_server.devices.devices import JSON
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.base.processes import typed
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 GOES_ON = "stopped; nothing is lost: the same command goes on"
 
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 TENSORBOARD = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each round's figures there, for "
                                                  "TensorBoard.")]
@@ -252,12 +252,12 @@ def advise(
 def _advice_on(options: Options, folder: Path) -> Outcome:
     """Runs the comparison, in ``folder``. Raises FleetError, and KeyboardInterrupt if it is stopped."""
     from cloud_server.laboratory.advise import advise as advising
-    from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.engine import Stopped
+    from fleet_core.board import probe
 
     with processes.until_signal() as stopped:
         try:
-            return advising.advise(options, folder, _simulator(stopped), cores=simulation.cores_here(),
+            return advising.advise(options, folder, _simulator(stopped), cores=probe.cores(),
                                    say=processes.say)
         except Stopped:
             processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")

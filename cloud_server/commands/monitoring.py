@@ -13,7 +13,7 @@ import typer
 
 from cloud_server.devices.devices import FLEET, PLAIN, checked_url
 from fleet_core.base import processes
-from fleet_core.base.errors import ConfigError
+from fleet_core.base.errors import ConfigError, installed
 
 
 def console(
@@ -34,10 +34,8 @@ def console(
 
     Example: metafleet console greenhouse --open
     """
-    try:
+    with installed("console"):
         from cloud_server.console import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[console]"') from error
 
     def ready(url: str) -> None:
         print(url, flush=True)
@@ -56,10 +54,8 @@ def metrics(
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Print a dashboard for Grafana instead.")] = False,
 ) -> None:
     """Answer Prometheus with the fleet's figures, until stopped; the aggregator may run or not."""
-    try:
+    with installed("monitor"):
         from cloud_server.integrations import prometheus
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[monitor]"') from error
     from cloud_server.records.fleet_folder import Fleet
 
     if dashboard:
