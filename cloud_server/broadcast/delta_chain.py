@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cloud_server.records.checkpoint import Checkpoint, Delta
+from fleet_core.protocol.chain_message import MAX_LINKS, Chain
 from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.delta_chain import MAX_LINKS, Chain
 from fleet_core.protocol.round_messages import ModelRef
 
 LINK_BYTES = 270

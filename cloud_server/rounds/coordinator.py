@@ -23,8 +23,8 @@ from cloud_server.ledger.ledger_tables import Invitation
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.rounds import reputation
-from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.parts import assemble
+from cloud_server.rounds.received_messages import DeviceMessages
 from fleet_core.base.errors import CodecError, FleetError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.model import skipped_updates

@@ -1,4 +1,9 @@
-"""The link to a broker: over MQTT with paho, or inside one process."""
+"""The link to a broker, and small parts of HTTP that devices and operators share.
+
+``interface`` is what a link is, ``mqtt`` connects and reconnects, ``mqtt_connection`` is one connection with
+``paho_client``, ``loopback`` a broker in the process. ``await_broker`` waits for one, ``byte_counters`` counts.
+``bearer_token`` and ``host_names`` check HTTP requests.
+"""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def _try_model(
 def _cohort(experiment: Experiment, run: Run, work: Workload) -> int:
     """Devices per round, so that a round takes some seconds. Raises DataError if a single device takes too long."""
     from fleet_core.learning import models
-    from fleet_core.learning.flops import flops_per_sample
+    from fleet_core.learning.layer_flops import flops_per_sample
 
     layout = workloads.layout_of(experiment, work)
     forward = flops_per_sample(models.build(layout), layout)

@@ -169,7 +169,7 @@ def costs_of(experiment: Experiment) -> Costs:
 
 def _check_joules(experiment: Experiment, layout: Layout, costs: Costs) -> None:
     from fleet_core.learning import models
-    from fleet_core.learning.flops import flops_per_sample
+    from fleet_core.learning.layer_flops import flops_per_sample
 
     flops = flops_per_sample(models.build(layout), layout)
     if costs.joules(flops, 0, 0) is None:

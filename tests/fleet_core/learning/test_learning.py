@@ -22,7 +22,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.learning import local_training, models, personal_model
-from fleet_core.learning.flops import flops_per_sample
+from fleet_core.learning.layer_flops import flops_per_sample
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.training import round_plans
 from fleet_core.training.local_round import TrainResult
