@@ -1,6 +1,6 @@
-"""The chain: the deltas of the last rounds, which a device that missed some applies in order in place of the whole.
+"""The chain: the deltas of the last rounds. A device that missed some applies them in order and needs no whole model.
 
-Fleet and simulation share it. It depends on the closed rounds alone, so that a restarted aggregator names the same one.
+Fleet and simulation share it. It follows from the closed rounds alone, so a restarted aggregator names the same one.
 """
 
 from __future__ import annotations

@@ -26,10 +26,7 @@ from fleet_core.learning.models import outputs, to_numpy, to_torch
 from fleet_core.learning.torch_augment import augmented
 from fleet_core.model.layout import Layout
 from fleet_core.training.local_round import NumpyParams, Progress, Round, TrainResult, train_one
-from fleet_core.training.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
-
-CHUNK = 256
-"""Samples per forward pass over a whole data set, so that memory does not grow with its size."""
+from fleet_core.training.round_plans import CHUNK, Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
 
 
 def train_round(

@@ -4,21 +4,3 @@
 ``paho_client``, ``loopback`` a broker in the process. ``await_broker`` waits for one, ``byte_counters`` counts.
 ``bearer_token`` and ``host_names`` check HTTP requests.
 """
-
-from __future__ import annotations
-
-from fleet_core.link.byte_counters import ByteCounters, Traffic
-from fleet_core.link.interface import Connected, Denied, Disconnected, Event, Link, Message, Will, matches
-
-__all__ = [
-    "ByteCounters",
-    "Connected",
-    "Denied",
-    "Disconnected",
-    "Event",
-    "Link",
-    "Message",
-    "Traffic",
-    "Will",
-    "matches",
-]

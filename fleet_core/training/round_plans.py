@@ -16,6 +16,8 @@ from fleet_core.data.episodes import Draw, draws
 
 Samples = np.ndarray[Any, Any]
 
+CHUNK = 256
+"""Samples per pass over a whole data set, so that memory does not grow with its size."""
 MAX_PADDING = 2
 """The batches of padded clients differ in size by at most this factor."""
 

@@ -19,7 +19,7 @@ from edge_agent.rounds.agent import Agent
 from edge_agent.rounds.agent import will as agent_will
 from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.board.device_settings import settings_of
-from fleet_core.link import Will
+from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink
 from tests.support import waiting
 from tests.support.fleet_processes import FLEET

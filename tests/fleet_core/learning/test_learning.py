@@ -519,12 +519,12 @@ def test_layers_of_unknown_cost_are_not_guessed(package: types.ModuleType) -> No
 
 
 def test_logits_do_not_depend_on_how_many_samples_are_requested() -> None:
-    layout, (x, _) = toy_layout(), toy_samples(local_training.CHUNK + 3)
+    layout, (x, _) = toy_layout(), toy_samples(round_plans.CHUNK + 3)
     network, weights = models.build(layout), models.initial(layout, 0)
     logits = local_training.predict_logits(network, weights, x)
     np.testing.assert_allclose(logits[-2:], local_training.predict_logits(network, weights, x[-2:]), atol=1e-6)
-    assert logits.shape == (local_training.CHUNK + 3, 3)
-    assert local_training.embed(network, weights, x).shape == (local_training.CHUNK + 3, 8)
+    assert logits.shape == (round_plans.CHUNK + 3, 3)
+    assert local_training.embed(network, weights, x).shape == (round_plans.CHUNK + 3, 8)
 
 
 def test_the_learning_package_uses_no_optimizer_and_no_transform() -> None:
