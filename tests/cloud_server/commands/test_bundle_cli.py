@@ -92,7 +92,7 @@ def test_an_int8_encoder_comes_with_its_cost(fleet: Path, run: Run, tmp_path: Pa
     assert abs(cost["int8"] - cost["fp32"]) < 0.1
     assert 0 < cost["difference"] < 0.3
     assert "accuracy" in err
-    model = onnx.load(tmp_path / "b" / "embed-int8_encoder.onnx")
+    model = onnx.load(tmp_path / "b" / "embed-int8.onnx")
     assert (model.ir_version, model.opset_import[0].version) == (10, 18)
     scales = {t.name: list(t.dims) for t in model.graph.initializer if t.name.endswith("weight_scale")}
     assert scales == {"body/layers.0.weight_scale": [100]}, "one for each channel"
