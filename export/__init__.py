@@ -1,4 +1,11 @@
-"""torch models -> ONNX graph bundles, and the checks that a graph must pass before it is published."""
+"""torch models -> ONNX graph bundles, and the checks that a graph must pass before it is published.
+
+``first_model`` makes what a fleet starts from, ``full_bundle`` a bundle. ``graph`` exports a model, ``adapt`` the steps
+that personalize, ``train`` the gradient that devices train with; ``method_steps`` adds a method's steps,
+``int8_encoder`` a quantized encoder. ``trace`` makes graphs of functions, ``lowering`` has the operations that torch's
+exporter lacks, ``loops`` the loops around a gradient, ``twice`` what is differentiated twice. ``gate`` compares a graph
+with torch.
+"""
 
 import os
 

@@ -34,10 +34,10 @@ from fleet_core.base.trees import Params
 from fleet_core.learning import losses
 from fleet_core.learning.gradient_estimators import entropy
 from fleet_core.learning.gradients import leaves, value_and_gradient
-from fleet_core.learning.local_training import CHUNK
 from fleet_core.learning.models import Network, build, outputs, to_torch
 from fleet_core.model.graph_bundle import GOLDEN_STEPS, AdaptInfo, Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.training.round_plans import CHUNK
 
 PASS_BYTES = 12 << 20
 """Bytes that the operations of one pass may output; it determines the samples per pass."""

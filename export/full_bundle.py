@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from export import gate
-from export.int8 import quantized
+from export.int8_encoder import quantized
 from export.method_steps import with_steps
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema, trees

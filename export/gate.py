@@ -16,10 +16,10 @@ from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
 from fleet_core.learning.gradient_estimators import entropy
 from fleet_core.learning.gradients import leaves, value_and_gradient
-from fleet_core.learning.local_training import CHUNK
 from fleet_core.learning.models import Network, outputs, to_torch
 from fleet_core.model.graph_bundle import GOLDEN_STEPS, GRAPH_GROUPS, Graph
 from fleet_core.model.layout import MODEL_GROUPS
+from fleet_core.training.round_plans import CHUNK
 
 Array = np.ndarray[Any, Any]
 

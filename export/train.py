@@ -25,8 +25,8 @@ from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
 from fleet_core.learning import gradients
-from fleet_core.learning.flops import flops_per_sample
 from fleet_core.learning.gradient_estimators import Estimators, entropy
+from fleet_core.learning.layer_flops import flops_per_sample
 from fleet_core.learning.models import Network, build
 from fleet_core.model.layout import Layout
 from fleet_core.model.train_graph import FORMAT, NEEDS, TrainGraph, TrainInfo, digest, golden_inputs

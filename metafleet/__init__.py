@@ -111,14 +111,14 @@ def compare(
 
     Raises ConfigError for runs that cannot be compared.
     """
-    from cloud_server.laboratory.compare import comparison, files
+    from cloud_server.laboratory.compare import comparison, comparison_files
 
     if target_of not in comparison.TARGETS_OF:
         raise ValueError(f"target_of is one of {', '.join(comparison.TARGETS_OF)}, not {target_of!r}")
     compared = comparison.compare([run.finished for run in runs], targets=targets, baseline=baseline, mixed=mixed,
                                   target_of=target_of)
     if out is not None:
-        files.write(compared, Path(out))
+        comparison_files.write(compared, Path(out))
     return comparison.to_json(compared)
 
 

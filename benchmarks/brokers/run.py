@@ -35,7 +35,7 @@ from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.costs import AgentCosts
+from edge_agent.rounds.agent_costs import AgentCosts
 from export.first_model import first
 from fleet_core.base import config, storage
 from fleet_core.board.device_settings import settings_of

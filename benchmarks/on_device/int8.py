@@ -31,7 +31,7 @@ from benchmarks.on_device.ways import drawn as labelled
 from benchmarks.on_device.ways import load
 from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import Session, open_kind, open_session
-from export.int8 import quantized
+from export.int8_encoder import quantized
 from fleet_core.base import storage, trees
 from fleet_core.base.storage import write_json
 from fleet_core.data.samples import Samples

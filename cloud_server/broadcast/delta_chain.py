@@ -1,6 +1,6 @@
-"""The chain: the deltas of the last rounds, which a device that missed some applies in order in place of the whole.
+"""The chain: the deltas of the last rounds. A device that missed some applies them in order and needs no whole model.
 
-Fleet and simulation share it. It depends on the closed rounds alone, so that a restarted aggregator names the same one.
+Fleet and simulation share it. It follows from the closed rounds alone, so a restarted aggregator names the same one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cloud_server.records.checkpoint import Checkpoint, Delta
+from fleet_core.protocol.chain_message import MAX_LINKS, Chain
 from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.delta_chain import MAX_LINKS, Chain
 from fleet_core.protocol.round_messages import ModelRef
 
 LINK_BYTES = 270

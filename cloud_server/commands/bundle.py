@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cloud_server.devices.devices import JSON
 from fleet_core.base import processes, schema, terminal
-from fleet_core.base.errors import BundleError, ConfigError
+from fleet_core.base.errors import BundleError, ConfigError, installed
 from fleet_core.base.processes import typed
 
 if TYPE_CHECKING:
     from fleet_core.personalization.bundle_format import Bundle
 
 bundle_app = typer.Typer(help="Bundles: a served model with everything a device needs.", no_args_is_help=True)
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 EXTRA = 'pip install "metafleet[export]"'
 
 
@@ -83,10 +83,8 @@ def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
     fleet, file = place_of(source)
     graph = graph_bundle.unpack(fleet.graph_bytes())
     number, params = served_model(fleet, file, graph.layout)
-    try:
+    with installed("export"):
         from export.full_bundle import Served, whole  # needs torch and onnx
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint=EXTRA) from error
     served = Served(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
                     fleet.weights(graph.layout))
     layout = graph.layout

@@ -20,7 +20,7 @@ from cloud_server.devices import flash
 from cloud_server.devices.devices import BROKER_OPTION, FLEET, JSON, PLAIN, broker_url, devices_app, enrolled_device
 from cloud_server.devices.programs import programs_app
 from fleet_core.base import processes, schema, terminal
-from fleet_core.base.errors import ConfigError
+from fleet_core.base.errors import ConfigError, installed
 from fleet_core.base.processes import typed
 from fleet_core.protocol import topics
 
@@ -182,10 +182,8 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     """Graph bundle and first weights. Raises ConfigError if torch or onnx is not installed."""
     from fleet_core.algorithms.methods.registry import METHODS
 
-    try:
+    with installed("export"):
         from export.first_model import first  # needs torch and onnx
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
     model, method = settings.model, METHODS[settings.fleet.method]
     hyper, _ = schema.read(method.hyper, settings.hyper)
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
@@ -194,10 +192,8 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
 
 def _export_train(fleet: Fleet, layout: Layout, first: Params) -> bytes:
     """The graph ``train``. Raises ConfigError if torch or onnx is not installed."""
-    try:
+    with installed("export"):
         from export.first_model import train_graph_of  # needs torch and onnx
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[export]"') from error
     return train_graph_of(layout, fleet.method, fleet.hyper, first, seed=fleet.config.fleet.seed, say=processes.say)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cloud_server.devices.devices import JSON
 from fleet_core.base import processes, terminal
 from fleet_core.base.errors import ConfigError, StateError
 
@@ -33,7 +34,7 @@ BATTERY = Annotated[float | None, typer.Option("--battery-wh", metavar="WH", min
 def costs(
     folder: RUN,
     as_csv: Annotated[bool, typer.Option("--csv", help="One line for each device, absent figures empty.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: JSON = False,
     tariff: TARIFF = None,
     per_month: PER_MONTH = None,
     battery_wh: BATTERY = None,

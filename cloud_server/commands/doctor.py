@@ -23,6 +23,7 @@ EXTRAS = {
     "train": (("torch",), "demo, simulate, advise"), "export": (("torch", "onnx", "onnxscript"), "init, export, demo"),
     "broker": (("amqtt",), "a broker without mosquitto"), "images": (("PIL",), "samples from images"),
     "lab": (("matplotlib",), "the charts of compare"), "flash": (("uv", "yaml"), "flash"),
+    "monitor": (("prometheus_client",), "metrics"), "console": (("starlette", "uvicorn"), "console"),
 }
 """Extra -> (its modules, what needs them)."""
 LEAST_FREE = 1 << 30

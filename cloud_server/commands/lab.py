@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cloud_server.devices.devices import JSON
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.base.processes import typed
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.advise.advise import Options, Outcome, Simulate
     from cloud_server.laboratory.advise.recordings import Model
+    from cloud_server.laboratory.advise.short_comparison import Options, Outcome, Simulate
     from cloud_server.laboratory.plan.experiment import Experiment, Run
     from cloud_server.laboratory.run.run_folder import Store
     from fleet_core.data.samples import Samples
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
 GOES_ON = "stopped; nothing is lost: the same command goes on"
 
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 TENSORBOARD = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each round's figures there, for "
                                                  "TensorBoard.")]
@@ -192,7 +192,7 @@ def compare(
 ) -> None:
     """Compare runs with curves and tables: mean and spread over seeds, and the cost to reach an accuracy."""
     from cloud_server.laboratory.compare import comparison as comparing
-    from cloud_server.laboratory.compare import files, finished_runs, tables
+    from cloud_server.laboratory.compare import comparison_files, finished_runs, tables
 
     _check_choice("--target-of", target_of, tuple(comparing.TARGETS_OF))
     found, remarks = finished_runs.gather(folders)
@@ -200,7 +200,7 @@ def compare(
         processes.say(f"note: {remark}")
     compared = comparing.compare(found, targets=target or (), baseline=baseline, mixed=mixed, remarks=remarks,
                                  target_of=target_of)
-    written = files.write(compared, out)
+    written = comparison_files.write(compared, out)
     if as_json:
         return terminal.show({**comparing.to_json(compared), "files": [str(path) for path in written]})
     print(tables.closing(compared))
@@ -229,21 +229,21 @@ def advise(
 ) -> None:
     """Recommend a method, model and codec for these recordings, from a short comparison on them."""
     from cloud_server.choices import codec_catalogue
-    from cloud_server.laboratory.advise import advice
-    from cloud_server.laboratory.advise import advise as advising
+    from cloud_server.laboratory.advise import recommendation
+    from cloud_server.laboratory.advise import short_comparison as advising
     from fleet_core.base import storage
 
     folder = out or Path(f"advice-{Path(data).stem}")
     tried = advising.CODECS_TRIED if codecs is None else codec_catalogue.several(codecs)
     outcome = _advice_on(advising.Options(data, budget_minutes, board, window, stride, tried), folder)
-    facts = {**advice.to_json(outcome.advice), "facts": outcome.facts,
-             "sentences": advice.sentences(outcome.advice, outcome.facts)}
+    facts = {**recommendation.to_json(outcome.advice), "facts": outcome.facts,
+             "sentences": recommendation.sentences(outcome.advice, outcome.facts)}
     storage.write_json(folder / "advice.json", facts)
     _write_fleet_toml(outcome, folder)
     if as_json:
         terminal.show(facts)
     else:
-        print(advice.table(outcome.advice, outcome.facts))
+        print(recommendation.table(outcome.advice, outcome.facts))
         print("\n".join(facts["sentences"]))
     for line in _next_steps(outcome, folder):
         processes.say(line) if as_json else print(line)
@@ -251,13 +251,13 @@ def advise(
 
 def _advice_on(options: Options, folder: Path) -> Outcome:
     """Runs the comparison, in ``folder``. Raises FleetError, and KeyboardInterrupt if it is stopped."""
-    from cloud_server.laboratory.advise import advise as advising
-    from cloud_server.laboratory.run import simulate as simulation
+    from cloud_server.laboratory.advise import short_comparison as advising
     from cloud_server.laboratory.run.engine import Stopped
+    from fleet_core.board import probe
 
     with processes.until_signal() as stopped:
         try:
-            return advising.advise(options, folder, _simulator(stopped), cores=simulation.cores_here(),
+            return advising.advise(options, folder, _simulator(stopped), cores=probe.cores(),
                                    say=processes.say)
         except Stopped:
             processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")

@@ -14,7 +14,7 @@ import typer
 
 from cloud_server.devices.devices import FLEET, JSON, PLAIN, checked_url
 from fleet_core.base import processes, schema, terminal
-from fleet_core.base.errors import ConfigError
+from fleet_core.base.errors import ConfigError, installed
 from fleet_core.base.processes import typed
 
 
@@ -38,11 +38,9 @@ def console(
 
     Example: metafleet console greenhouse --open
     """
-    try:
+    with installed("console"):
         from cloud_server.console import serve
         from cloud_server.identity import audit_log
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[console]"') from error
 
     def ready(url: str) -> None:
         print(url, flush=True)
@@ -107,10 +105,8 @@ def metrics(
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Print a dashboard for Grafana instead.")] = False,
 ) -> None:
     """Answer Prometheus with the fleet's figures, until stopped; the aggregator may run or not."""
-    try:
+    with installed("monitor"):
         from cloud_server.integrations import prometheus
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed", hint='pip install "metafleet[monitor]"') from error
     from cloud_server.records.fleet_folder import Fleet
 
     if dashboard:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cloud_server.devices.devices import JSON
 from fleet_core.base import processes, terminal
 from fleet_core.base.errors import ConfigError
 
@@ -28,7 +29,7 @@ def plan(
     = None,
     devices: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Devices that train; default: the enrolled "
                                                                            "ones, or an experiment's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: JSON = False,
 ) -> None:
     """Plan bytes, operations, computing time and joules of a run before it starts."""
     from cloud_server.laboratory.plan import planned_costs

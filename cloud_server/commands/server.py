@@ -64,8 +64,8 @@ def start(
 def server_install(
     fleet: FLEET,
     broker: BROKER = None,
-    host: Annotated[str | None, typer.Option(help="As of 'server start'.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="As of 'server start'.")] = None,
+    host: Annotated[str | None, typer.Option(help="As for 'server start'.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="As for 'server start'.")] = None,
     user: Annotated[bool, typer.Option("--user", help="A service of your own, without root.")] = False,
     printed: Annotated[bool, typer.Option("--print", help="Print the unit; install nothing.")] = False,
 ) -> None:
@@ -136,10 +136,10 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 def show_alerts(
     fleet: FLEET,
     test: Annotated[bool, typer.Option("--test", help="Send a test message to the command and the webhook.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Run, and send alerts while no aggregator does.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="While no aggregator runs, send alerts.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Show what of the fleet needs a person now; [alerts] in fleet.toml says who is told."""
+    """Show what in the fleet needs a person now; [alerts] in fleet.toml says where messages go."""
     from cloud_server.integrations import alert_senders, alerts
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
@@ -148,7 +148,7 @@ def show_alerts(
     made = Fleet.load(fleet)
     section = made.config.alerts or AlertsSection()
     if (test or watch) and not (section.command or section.webhook):
-        raise ConfigError("nobody is told", where=f"{fleet / 'fleet.toml'}: alerts", expected="a command or a webhook")
+        raise ConfigError("is not set", where=f"{fleet / 'fleet.toml'}: alerts", expected="a command or a webhook")
     if watch:
         with processes.until_signal() as stopped:
             return alert_senders.watch(made, section, stopped, processes.say)

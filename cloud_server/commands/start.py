@@ -1,5 +1,5 @@
-"""The entry point of ``metafleet``, which says what is missing where only a device's packages are installed; and the
-program that its commands are added to."""
+"""The entry point of ``metafleet``, and the application that its commands are added to. Where only a device's packages
+are installed, it says what is missing."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from cloud_server.devices.devices import facts_of, known_device
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Energy, Evaluation, Traffic, Update
 from cloud_server.records.fleet_folder import Fleet
+from fleet_core.base import schema
 from fleet_core.power.meter import WORKING
 
 MOST_ROUNDS = 1000
@@ -17,14 +18,14 @@ MOST_UPDATES = 200
 def shown(fleet: Fleet, ledger: Ledger, name: str) -> dict[str, Any]:
     """Plain values, without those that are not known. Raises ConfigError for a device that is not there."""
     facts = facts_of(ledger, known_device(ledger, fleet.folder, name))
-    usage = {key: value for key, value in ledger.usage().get(name, {}).items() if value is not None}
     kept = ("name", "status", "certificate", "pending", "token", "resting", "enrolled_round", "first_seen", "last_seen",
             "revoked_at", "version")
     said = facts["capabilities"] or {}
     return {
-        **{key: facts[key] for key in kept if facts[key] is not None},
+        **schema.present({key: facts[key] for key in kept}),
         "capabilities": {key: value for key, value in said.items() if key not in ("boot", "st", "base", "beat")},
-        "usage": usage, "absent_energy": list(ledger.absent_energy("device").get(name, ())),
+        "usage": schema.present(ledger.usage().get(name, {})),
+        "absent_energy": list(ledger.absent_energy("device").get(name, ())),
         "evaluations": _evaluations(ledger, name), "updates": _updates(ledger, name), "rounds": _costs(ledger, name),
     }
 
@@ -45,14 +46,17 @@ def _evaluations(ledger: Ledger, name: str) -> list[dict[str, Any]]:
 
 
 def _updates(ledger: Ledger, name: str) -> list[dict[str, Any]]:
-    rows = [
-        {key: value for key, value in (
-            ("round", one.round), ("status", "skipped" if one.skipped else one.status), ("reason", one.reason or None),
-            ("samples", one.samples), ("loss", one.loss), ("bytes", one.payload_bytes), ("at", one.received_at),
-        ) if value is not None}
-        for one in ledger.each(Update, device=name)
-    ]
+    rows = [{"round": one.round, "at": one.received_at, **update_facts(one)}
+            for one in ledger.each(Update, device=name)]
     return rows[-MOST_UPDATES:]
+
+
+def update_facts(one: Update) -> dict[str, Any]:
+    """What became of an update, and its figures as far as they are known."""
+    return schema.present({
+        "status": "skipped" if one.skipped else one.status, "reason": one.reason or None, "samples": one.samples,
+        "loss": one.loss, "bytes": one.payload_bytes,
+    })
 
 
 def _costs(ledger: Ledger, name: str) -> list[dict[str, Any]]:

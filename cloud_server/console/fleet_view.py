@@ -27,6 +27,7 @@ from cloud_server.reports.terminal_view import phase_of
 from cloud_server.results import result, verdict
 from cloud_server.rounds.budget import resting, used_of
 from cloud_server.rounds.reputation import quarantined
+from fleet_core.base import schema
 
 Values = dict[str, Any]
 
@@ -96,12 +97,12 @@ class FleetView:
         used = used_of(volume, sums.energy_j, self._fleet.tariff)
         known = {
             "warnings": self._warnings, "classes": list(config.model.classes), "shape": list(config.model.input.shape),
-            "model": config.model.name, "limits": _known(limits), "used": used,
+            "model": config.model.name, "limits": schema.present(limits), "used": used,
             "currency": self._fleet.tariff.currency if self._fleet.tariff else None,
         }
         lists = ("on", "off", "programs", "resting", "suspects", "quarantined")  # said with each device
         counts = {"on_count": len(facts["on"]), "off_count": len(facts["off"])}
-        return _known({**{k: v for k, v in facts.items() if k not in lists}, **counts, **known})
+        return schema.present({**{k: v for k, v in facts.items() if k not in lists}, **counts, **known})
 
     def _devices(self) -> dict[str, dict[str, Any]]:
         ledger = self.ledger
@@ -109,7 +110,7 @@ class FleetView:
         fates = ledger.fates(by="device")
         pending, rests, shut_out = pending_requests(ledger), resting(ledger, time.time()), quarantined(ledger)
         return {
-            row.name: _known({
+            row.name: schema.present({
                 **_device(row), **_costs(volume.get(row.name), joules.get(row.name)),
                 "kinds": {kind: [moved.up, moved.down] for kind, moved in kinds.get(row.name, {}).items()} or None,
                 "counted": fates.get(row.name, {}).get("counted", 0), "pending": pending.get(row.name),
@@ -135,7 +136,7 @@ class FleetView:
         for row in ledger.rounds(within=within):
             became, scored = fates.get(row.round, {}), seen.training.get(row.round, {})
             before, after = (list(scored.get(stage, {}).values()) for stage in ("before", "after"))
-            seen.rounds[row.round] = _known({
+            seen.rounds[row.round] = schema.present({
                 "round": row.round, "status": row.status, "opened_at": row.opened_at, "seconds": row.seconds,
                 "asked": len(row.cohort), "note": row.note or None, "loss": row.loss,
                 **{status: became.get(status, 0) for status in ("counted", "refused", "late")},
@@ -164,8 +165,10 @@ def _costs(volume: Volume | None, joules: Joules | None) -> dict[str, Any]:
              if volume is not None and (found := getattr(volume, name)) is not None}
     if joules is None:
         return moved
-    said = _known({"value": joules.value, "low": joules.low, "high": joules.high, "source": joules.source,
-                   "phases": dict(joules.phases), "missing": joules.missing})
+    said = schema.present({
+        "value": joules.value, "low": joules.low, "high": joules.high, "source": joules.source,
+        "phases": dict(joules.phases), "missing": joules.missing,
+    })
     return {**moved, "joules": said}
 
 
@@ -173,7 +176,3 @@ def _slim(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Without the spread of each phase, which the page does not show."""
     energy = figures.get("energy_j")
     return {**figures, **({"energy_j": {k: v for k, v in energy.items() if k != "by_phase"}} if energy else {})}
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}

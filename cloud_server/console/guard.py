@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloud_server.broker.mosquitto_config import OPERATORS
 from fleet_core.link.bearer_token import shown
-from fleet_core.link.hosts import is_ours
+from fleet_core.link.host_names import is_ours
 from fleet_core.protocol import certificates
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

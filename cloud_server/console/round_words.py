@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cloud_server.figures.formatting import joules_text, seconds_text, share_text, spread_text, traffic_text
+from cloud_server.console.device_view import update_facts
+from cloud_server.figures.formatting import (
+    count_text,
+    joules_text,
+    seconds_text,
+    share_text,
+    spread_text,
+    traffic_text,
+)
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round, RoundArrays, RoundCodec, Update
 from cloud_server.reports import array_tables
@@ -30,7 +38,7 @@ def explained(ledger: Ledger, number: int) -> dict[str, Any]:
 
 
 def _asked(row: Round) -> list[str]:
-    asked = _devices(len(row.cohort))
+    asked = count_text(len(row.cohort), "device")
     of = f" of {row.members} enrolled" if row.members else ""
     began = f"The round opened on {terminal.date(row.opened_at)} and asked {asked}{of}."
     note = f" ({row.note})" if row.note else ""
@@ -44,7 +52,7 @@ def _asked(row: Round) -> list[str]:
 def _became(row: Round, updates: list[Update]) -> list[str]:
     counted = [one for one in updates if one.status == "counted"]
     skipped = [one.device for one in counted if one.skipped]
-    told = [f"{_devices(len(counted))} {'was' if len(counted) == 1 else 'were'} counted: "
+    told = [f"{count_text(len(counted), 'device')} {'was' if len(counted) == 1 else 'were'} counted: "
             f"{_names([one.device for one in counted])}."] if counted else ["No update was counted."]
     if skipped:
         told.append(f"{_names(skipped)} changed too little to send anything, and counted as no change.")
@@ -92,20 +100,10 @@ def _came_out(ledger: Ledger, row: Round) -> list[str]:
 
 def _rows(row: Round, updates: list[Update]) -> list[dict[str, Any]]:
     silent = [{"device": name, "status": "silent"} for name in sorted(set(row.cohort) - {u.device for u in updates})]
-    listed = [
-        {key: value for key, value in (
-            ("device", one.device), ("status", "skipped" if one.skipped else one.status),
-            ("reason", one.reason or None), ("samples", one.samples), ("loss", one.loss), ("bytes", one.payload_bytes),
-            ("after_s", one.received_at - row.opened_at),
-        ) if value is not None}
-        for one in updates
-    ]
+    listed = [{"device": one.device, "after_s": one.received_at - row.opened_at, **update_facts(one)}
+              for one in updates]
     return sorted([*listed, *silent], key=lambda one: (ORDER.index(one["status"]), one["device"]))
 
 
 def _names(names: list[str]) -> str:
     return ", ".join(shortened(sorted(names), NAMES))
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' * (count != 1)}"

@@ -23,7 +23,7 @@ from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import processes
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.link.bearer_token import token_in
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 
 PORT = 8765
 TOKEN_FILE = "console.token"

@@ -35,7 +35,7 @@ from fleet_core.base.schema import Problem
 from fleet_core.board import catalogue
 from fleet_core.board import device_settings as agents
 from fleet_core.board import profile as boards
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 from fleet_core.link.mqtt import check_plain, parse_url
 from fleet_core.protocol import enrolment_token
 

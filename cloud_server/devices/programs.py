@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from cloud_server.devices.devices import JSON
 from cloud_server.figures.formatting import bytes_text
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import FlashError
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from firmware_profiles.package.program_cache import Cache
 
 programs_app = typer.Typer(help="The agent programs for boards that flashing keeps.", invoke_without_command=True)
-
-JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 @programs_app.callback()

@@ -100,3 +100,8 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
             return f"{value:.0f} {unit}" if whole else f"{value:.{2 if value < 9.995 else 1}f} {unit}"
         value /= 1000
     raise AssertionError("units are never empty")
+
+
+def count_text(number: int, noun: str) -> str:
+    """For example ``1 device`` or ``2 devices``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -49,8 +49,3 @@ def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str =
     """A table of text cells. The first cell of each row is its heading."""
     return table(heads, (row(escape(name), (f"<td>{escape(cell)}</td>" for cell in cells)) for name, *cells in rows),
                  style)
-
-
-def count_text(number: int, noun: str) -> str:
-    """For example ``1 device`` or ``2 devices``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

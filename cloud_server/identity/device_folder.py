@@ -10,7 +10,7 @@ from typing import Any
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import ConfigError
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 from fleet_core.link.mqtt import parse_url
 from fleet_core.protocol import topics
 

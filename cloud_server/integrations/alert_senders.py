@@ -62,7 +62,7 @@ def channels(section: AlertsSection) -> list[Callable[[Message], str]]:
 class Sender:
     """Sends in a thread of its own, so that nothing waits for a command or a web server.
 
-    What fails is tried again twice, then ``log`` says why. ``close`` waits a little for what is under way.
+    A message that fails is tried twice more, then ``log`` says why. ``close`` waits a little for those under way.
     """
 
     def __init__(self, section: AlertsSection, log: Callable[[str], None], *, between_s: float = BETWEEN_S):
@@ -101,7 +101,7 @@ def watch(
     fleet: Fleet, section: AlertsSection, stopped: Callable[[], bool], log: Callable[[str], None], *,
     beside: bool = False, told: Callable[[Message], None] = lambda message: None, look_s: float = LOOK_S,
 ) -> None:
-    """Tells alerts until ``stopped``. beside: in an aggregator; else only while none runs. told: called with every
+    """Sends alerts until ``stopped``. beside: in an aggregator; else only while none runs. told: called with every
     message. look_s: between two looks."""
     found, send, looked_at = Alerts(fleet, section), Sender(section, log), -math.inf
     try:

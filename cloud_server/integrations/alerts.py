@@ -1,8 +1,8 @@
-"""``[alerts]``: what of a fleet needs a person, and when that is told.
+"""``[alerts]``: what in a fleet needs a person, and when a message about it is sent.
 
-An alert is told when it begins, again for devices that it was not about before, every ``repeat_s`` while it lasts, and
-when it is over. ``pause_s`` lie between two messages of a kind. What has been told is in ``alerts.json`` in the fleet's
-folder, so that a restart repeats nothing. The aggregator looks while it runs; ``metafleet alerts --watch`` looks when
+An alert is sent when it begins, when it concerns further devices, every ``repeat_s`` while it lasts, and when it is
+over, with at least ``pause_s`` between two messages of a kind. ``alerts.json`` in the fleet's folder keeps what was
+sent, so that a restart repeats nothing. The aggregator looks while it runs, ``metafleet server alerts --watch`` while
 none does.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from cryptography import x509
 
-from cloud_server.figures.html_elements import count_text
+from cloud_server.figures.formatting import count_text
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
@@ -35,7 +35,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Alert:
-    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy. devices: those that it is about."""
+    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy. devices: those concerned."""
 
     kind: str
     text: str
@@ -44,8 +44,8 @@ class Alert:
 
 @dataclass(frozen=True)
 class Told:
-    """What was told of a kind. since, at: Unix seconds of the first and of the last message. over: the last message was
-    that it is over."""
+    """The last message of a kind. since, at: Unix seconds of the first and of the last message about it. over: the last
+    one said that it is over."""
 
     kind: str
     since: float
@@ -63,7 +63,7 @@ class Kept:
 
 
 class Alerts:
-    """Decides what is told of one fleet."""
+    """Decides which messages about one fleet are sent."""
 
     def __init__(self, fleet: Fleet, section: AlertsSection):
         self._fleet, self._section = fleet, section
@@ -85,7 +85,7 @@ class Alerts:
         return messages
 
     def _next(self, alert: Alert | None, before: Told | None, now: float) -> Told | None:
-        """What is told of a kind at ``now``: ``before`` itself if nothing new is; None to forget it."""
+        """The last message of a kind at ``now``: ``before`` itself if none is due; None to forget it."""
         if before is not None and now - before.at < self._section.pause_s:
             return before
         if alert is None:
@@ -98,7 +98,7 @@ class Alerts:
         return before
 
     def test(self, now: float) -> dict[str, Any]:
-        """A message that says that it is none."""
+        """A message that says that it is a test."""
         return self._message(Told("test", now, now, "a test, nothing is wrong"), now)
 
     def _message(self, told: Told, now: float) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Alerts:
         }
 
     def _told(self) -> dict[str, Told]:
-        """What was told so far; nothing if the file is missing or damaged."""
+        """What was sent so far; nothing if the file is missing or damaged."""
         try:
             kept, _ = schema.read(Kept, json.loads(self._path.read_bytes()), unknown="ignore")
         except (OSError, ValueError, RecursionError):

@@ -27,13 +27,12 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.results import device_costs
 from cloud_server.results.device_costs import DeviceCosts
 from fleet_core import __version__
+from fleet_core.base import schema
 from fleet_core.base.errors import LinkError
 from fleet_core.link.await_broker import await_broker
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Will
 from fleet_core.link.mqtt import MqttLink
 
-PREFIX = "homeassistant"
-EVERY_S = 10.0
 TICK_S = 0.2
 MOST_UNACKNOWLEDGED = 200
 ONLINE, OFFLINE = b"online", b"offline"
@@ -107,7 +106,7 @@ def state_of(
         "joules": None if energy is None else round(energy.value, 3),
         "last_heard": None if heard is None else datetime.fromtimestamp(int(heard), timezone.utc).isoformat(),
     }
-    return {key: value for key, value in values.items() if value is not None}
+    return schema.present(values)
 
 
 def config_of(names: Names, device: Device, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def config_of(names: Names, device: Device, state: Mapping[str, Any]) -> dict[st
     about = {"identifiers": [names.id(device.name)], "name": device.name, "manufacturer": f"Metafleet, {names.fleet}",
              "model": board or None, "sw_version": device.version or None}
     return {
-        "device": {key: value for key, value in about.items() if value is not None},
+        "device": schema.present(about),
         "origin": {"name": "metafleet", "sw_version": __version__},
         "state_topic": names.state(device.name),
         "availability_topic": names.bridge,

@@ -23,7 +23,6 @@ from cloud_server.results.device_costs import DeviceCosts
 from fleet_core import __version__
 from fleet_core.base.errors import LinkError
 
-PORT = 9464
 COUNTERS: tuple[tuple[str, Callable[[DeviceCosts], Bytes | None]], ...] = (
     ("payload", lambda costs: costs.payload_bytes), ("mqtt", lambda costs: costs.mqtt_bytes),
     ("wire", lambda costs: costs.wire_bytes),

@@ -1,9 +1,8 @@
 """``--tensorboard`` and ``--mlflow``: a process beside an aggregator or a simulation that writes each round's figures.
 
-It only reads: a fleet's ledger, or the folders of runs. So a tracking server that fails or is slow holds no round up;
-what it missed is written later. A round is written once: the tracker itself knows the last one, and a run that goes on
-goes on there. Of a fleet a round is written when the next one has closed, or at the end, because evaluations and joules
-arrive after a round has closed.
+It only reads a fleet's ledger or the folders of runs. So a tracking server that fails or is slow delays no round, and
+what it missed is written later. A round is written once, because the tracker itself knows the last one. A fleet's round
+is written when the next one has closed, or at the end, because evaluations and joules arrive after the close.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def check(options: Options) -> None:
 
 
 class Source(Protocol):
-    """What is followed. name: of the run at the tracker; another fleet or other settings have another. group: of runs
-    that belong together."""
+    """A fleet or a run that is followed. name: of the run at the tracker, another one for other settings. group: of
+    runs that belong together."""
 
     name: str
     group: str

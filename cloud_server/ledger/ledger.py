@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from cloud_server.ledger import ledger_statements as statements
-from cloud_server.ledger import ledger_sums
 from cloud_server.ledger import ledger_tables as tables
-from cloud_server.ledger.ledger_sums import Bytes, Joules, Totals, Volume
+from cloud_server.ledger.ledger_sums import LedgerSums
 from cloud_server.ledger.ledger_tables import ADDED, SCHEMA, VERSION, AbsentEnergy, Device, Round, Row
 from fleet_core.base.errors import StateError
 
@@ -32,7 +31,7 @@ R = TypeVar("R", bound=Row)
 NEW_LEDGER = "move the file aside and put a backup in its place, or make a new fleet with 'metafleet init'"
 
 
-class Ledger:
+class Ledger(LedgerSums):
     """The ledger at ``path``, created if missing unless ``create`` is False.
 
     Raises StateError, and leaves the file unchanged, if it is missing (with ``create`` False), no ledger, damaged, or
@@ -149,48 +148,12 @@ class Ledger:
         found = self.rows(Device, name=name)
         return found[0] if found else None
 
-    def volume(self, by: str | None = None, within: range | None = None) -> dict[Any, Volume]:
-        """As ``ledger_sums.volume``."""
-        return ledger_sums.volume(self._query, by, within)
-
-    def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
-        """As ``ledger_sums.joules``."""
-        return ledger_sums.joules(self._query, by, within)
-
-    def absent_energy(self, by: str | None = None) -> dict[Any, dict[str, int]]:
-        """As ``ledger_sums.absent_energy``."""
-        return ledger_sums.absent_energy(self._query, by)
-
     def set_absent_energy(self, device: str, reasons: Sequence[str]) -> None:
         """What a device's joules do not include, in place of what it said before."""
         if {row.reason for row in self.each(AbsentEnergy, device=device)} != set(reasons):
             with self.transaction():
                 self._query(f"DELETE FROM {AbsentEnergy.table} WHERE device = ?", (device,))
                 self.put(*(AbsentEnergy(device=device, reason=reason) for reason in reasons))
-
-    def payload(self) -> dict[str, dict[str, Bytes]]:
-        """As ``ledger_sums.payload``."""
-        return ledger_sums.payload(self._query)
-
-    def flops(self, within: range | None = None, *, by: str = "round") -> dict[Any, float]:
-        """As ``ledger_sums.flops``."""
-        return ledger_sums.flops(self._query, by, within)
-
-    def usage(self) -> dict[str, dict[str, Any]]:
-        """As ``ledger_sums.usage``."""
-        return ledger_sums.usage(self._query)
-
-    def totals(self) -> Totals:
-        """As ``ledger_sums.totals``."""
-        return ledger_sums.totals(self._query, rounds=self.closed_count())
-
-    def closed_count(self) -> int:
-        """How many rounds are closed."""
-        return int(self._query("SELECT COUNT(*) FROM rounds WHERE status = 'closed'")[0][0])
-
-    def fates(self, within: range | None = None, *, by: str = "round") -> dict[Any, dict[str, int]]:
-        """As ``ledger_sums.fates``."""
-        return ledger_sums.fates(self._query, by, within)
 
     def accuracies(self, within: range | None = None) -> list[tuple[int, str, str, bool, float]]:
         """(round, device, stage, new, accuracy) of every evaluation, in the order of the rounds, without its counts."""
@@ -242,9 +205,8 @@ class Ledger:
                 f"was made by a newer metafleet: version {version}, this one reads up to {VERSION}",
                 where=str(self.path), hint="update metafleet",
             )
-        if version and self._pragma("application_id") != APPLICATION:
-            raise StateError("is an SQLite file, but not a ledger", where=str(self.path), hint=NEW_LEDGER)
-        if not version and self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+        empty = not self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+        if self._pragma("application_id") != APPLICATION if version else not empty:
             raise StateError("is an SQLite file, but not a ledger", where=str(self.path), hint=NEW_LEDGER)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
@@ -289,5 +251,3 @@ def requested_at(value: str) -> float:
         return float(value)
     except ValueError:
         return 0.0
-
-

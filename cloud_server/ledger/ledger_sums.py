@@ -1,18 +1,16 @@
 """Sums over the ledger: bytes, joules and floating-point operations by round, device or kind of traffic.
 
-The functions take ``query``, which runs a statement and returns its rows; ``Ledger`` passes its own.
+``Ledger`` inherits them from ``LedgerSums``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cloud_server.ledger.ledger_statements import in_rounds
 from fleet_core.power.meter import WORKING
-
-Query = Callable[[str], list[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,55 +70,120 @@ class Totals:
     flops: float | None
 
 
-def volume(query: Query, by: str | None = None, within: range | None = None) -> dict[Any, Volume]:
-    """Bytes over all rows (key None), or ``by`` "round", "device" or "kind". Scans the traffic table.
+class LedgerSums:
+    """Sums over the tables of a ledger. within: only these rounds."""
 
-    A device that reported no MQTT or wire bytes for a round counts as one missing report. within: only these rounds.
-    """
-    key, inner = _grouping(by, ("round", "device", "kind"))
-    parts = ", ".join(
-        f"SUM(CASE direction WHEN '{way}' THEN {counter}_bytes END) AS {counter}_{way}"
-        for counter in ("payload", "mqtt", "wire")
-        for way in ("up", "down")
-    )
-    sums = ", ".join(
-        f"SUM(IFNULL({c}_up, 0)), SUM(IFNULL({c}_down, 0)), SUM({c}_up IS NULL AND {c}_down IS NULL), COUNT(*)"
-        for c in ("payload", "mqtt", "wire")
-    )
-    reports = f"SELECT {inner}, {parts} FROM traffic WHERE {in_rounds(within)} GROUP BY {inner}"
-    return {
-        row[0]: Volume(payload=Bytes(up=row[1], down=row[2]), mqtt=_bytes(*row[5:9]), wire=_bytes(*row[9:13]))
-        for row in query(f"SELECT {key}, {sums} FROM ({reports}) GROUP BY 1")
-    }
+    def _query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        raise NotImplementedError
 
+    def closed_count(self) -> int:
+        """How many rounds are closed."""
+        return int(self._query("SELECT COUNT(*) FROM rounds WHERE status = 'closed'")[0][0])
 
-def joules(query: Query, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
-    """Joules over all rows (key None), or ``by`` "round" or "device"; no entry where no working phase has any."""
-    key, _ = _grouping(by, ("round", "device"))
-    parts: dict[Any, dict[str, list[PhaseJoules]]] = {}
-    for k, phase, source, measured, amount, low, high, unknown in query(
-        f"SELECT {key}, phase, source, measured, SUM(joules), SUM(low), SUM(high), SUM(low IS NULL) FROM energy"
-        f" WHERE {in_rounds(within)} GROUP BY 1, phase, source, measured HAVING SUM(joules) > 0"
-    ):
-        spread = (amount, amount) if measured else (None, None) if unknown else (low, high)
-        part = PhaseJoules(value=amount, source=f"{'measured' if measured else 'modelled'}: {source}", low=spread[0],
-                           high=spread[1])
-        parts.setdefault(k, {}).setdefault(phase, []).append(part)
-    missing: dict[Any, int] = dict(query(
-        f"SELECT {key}, COUNT(*) FROM updates AS u WHERE {in_rounds(within)} AND status = 'counted' AND NOT EXISTS"
-        " (SELECT 1 FROM energy AS e WHERE e.round = u.round AND e.device = u.device) GROUP BY 1"
-    ))
-    found = {}
-    for k, of in parts.items():
-        working = _together([part for phase in WORKING for part in of.get(phase, [])])
-        if working is not None:
-            by_phase = {phase: one for phase, several in of.items() if (one := _together(several))}
-            sources = "; ".join(dict.fromkeys(part.source for several in of.values() for part in several))
-            found[k] = Joules(
-                value=working.value, source=sources, low=working.low, high=working.high, by_phase=by_phase,
-                phases={phase: one.value for phase, one in by_phase.items()}, missing=missing.get(k),
-            )
-    return found
+    def volume(self, by: str | None = None, within: range | None = None) -> dict[Any, Volume]:
+        """Bytes over all rows (key None), or ``by`` "round", "device" or "kind". Scans the traffic table.
+
+        A device that reported no MQTT or wire bytes for a round counts as one missing report.
+        """
+        key, inner = _grouping(by, ("round", "device", "kind"))
+        parts = ", ".join(
+            f"SUM(CASE direction WHEN '{way}' THEN {counter}_bytes END) AS {counter}_{way}"
+            for counter in ("payload", "mqtt", "wire")
+            for way in ("up", "down")
+        )
+        sums = ", ".join(
+            f"SUM(IFNULL({c}_up, 0)), SUM(IFNULL({c}_down, 0)), SUM({c}_up IS NULL AND {c}_down IS NULL), COUNT(*)"
+            for c in ("payload", "mqtt", "wire")
+        )
+        reports = f"SELECT {inner}, {parts} FROM traffic WHERE {in_rounds(within)} GROUP BY {inner}"
+        return {
+            row[0]: Volume(payload=Bytes(up=row[1], down=row[2]), mqtt=_bytes(*row[5:9]), wire=_bytes(*row[9:13]))
+            for row in self._query(f"SELECT {key}, {sums} FROM ({reports}) GROUP BY 1")
+        }
+
+    def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
+        """Joules over all rows (key None), or ``by`` "round" or "device"; no entry where no working phase has any."""
+        key, _ = _grouping(by, ("round", "device"))
+        parts: dict[Any, dict[str, list[PhaseJoules]]] = {}
+        for k, phase, source, measured, amount, low, high, unknown in self._query(
+            f"SELECT {key}, phase, source, measured, SUM(joules), SUM(low), SUM(high), SUM(low IS NULL) FROM energy"
+            f" WHERE {in_rounds(within)} GROUP BY 1, phase, source, measured HAVING SUM(joules) > 0"
+        ):
+            spread = (amount, amount) if measured else (None, None) if unknown else (low, high)
+            source = f"{'measured' if measured else 'modelled'}: {source}"
+            part = PhaseJoules(value=amount, source=source, low=spread[0], high=spread[1])
+            parts.setdefault(k, {}).setdefault(phase, []).append(part)
+        missing: dict[Any, int] = dict(self._query(
+            f"SELECT {key}, COUNT(*) FROM updates AS u WHERE {in_rounds(within)} AND status = 'counted' AND NOT EXISTS"
+            " (SELECT 1 FROM energy AS e WHERE e.round = u.round AND e.device = u.device) GROUP BY 1"
+        ))
+        found = {}
+        for k, of in parts.items():
+            working = _together([part for phase in WORKING for part in of.get(phase, [])])
+            if working is not None:
+                by_phase = {phase: one for phase, several in of.items() if (one := _together(several))}
+                sources = "; ".join(dict.fromkeys(part.source for several in of.values() for part in several))
+                found[k] = Joules(
+                    value=working.value, source=sources, low=working.low, high=working.high, by_phase=by_phase,
+                    phases={phase: one.value for phase, one in by_phase.items()}, missing=missing.get(k),
+                )
+        return found
+
+    def absent_energy(self, by: str | None = None) -> dict[Any, dict[str, int]]:
+        """{"term: why" the joules do not include it: number of devices}, over all devices (key None) or ``by``
+        "device"."""
+        key, _ = _grouping(by, ("device",))
+        found: dict[Any, dict[str, int]] = {}
+        for k, reason, count in self._query(f"SELECT {key}, reason, COUNT(*) FROM absent_energy GROUP BY 1, reason"):
+            found.setdefault(k, {})[reason] = count
+        return found
+
+    def payload(self) -> dict[str, dict[str, Bytes]]:
+        """Payload bytes by device and kind of traffic."""
+        found: dict[str, dict[str, Bytes]] = {}
+        for device, kind, up, down in self._query(
+            "SELECT device, kind, SUM(CASE direction WHEN 'up' THEN payload_bytes ELSE 0 END),"
+            " SUM(CASE direction WHEN 'down' THEN payload_bytes ELSE 0 END)"
+            " FROM traffic WHERE kind != 'link' GROUP BY device, kind"
+        ):
+            found.setdefault(device, {})[kind] = Bytes(up=up, down=down)
+        return found
+
+    def flops(self, within: range | None = None, *, by: str = "round") -> dict[Any, float]:
+        """Floating-point operations ``by`` "round" or "device"."""
+        key, _ = _grouping(by, ("round", "device"))
+        return dict(self._query(f"SELECT {key}, SUM(flops) FROM flops WHERE {in_rounds(within)} GROUP BY 1"))
+
+    def fates(self, within: range | None = None, *, by: str = "round") -> dict[Any, dict[str, int]]:
+        """Number of updates that were counted, refused and late ``by`` "round" or "device"."""
+        key, _ = _grouping(by, ("round", "device"))
+        found: dict[Any, dict[str, int]] = {}
+        for k, status, count in self._query(
+            f"SELECT {key}, status, COUNT(*) FROM updates WHERE {in_rounds(within)} GROUP BY 1, 2"
+        ):
+            found.setdefault(k, {})[status] = count
+        return found
+
+    def totals(self) -> Totals:
+        operations = self.flops()
+        return Totals(
+            rounds=self.closed_count(),
+            volume=self.volume().get(None),
+            payload_by_kind={kind: moved.payload for kind, moved in self.volume("kind").items() if kind != "link"},
+            energy=self.joules().get(None),
+            absent_energy=self.absent_energy().get(None, {}),
+            flops=sum(operations.values()) if operations else None,
+        )
+
+    def usage(self) -> dict[str, dict[str, Any]]:
+        """By device: sums of cpu_s, connected_s and retransmitted_bytes, the largest peak_mib; None where no round has
+        one."""
+        names = ("cpu_s", "connected_s", "retransmitted_bytes", "peak_mib")
+        sums = "device, SUM(cpu_s), SUM(connected_s), SUM(retransmitted_bytes), MAX(peak_mib)"
+        return {
+            device: dict(zip(names, found, strict=True))
+            for device, *found in self._query(f"SELECT {sums} FROM usage GROUP BY device")
+        }
 
 
 def _together(parts: Sequence[PhaseJoules]) -> PhaseJoules | None:
@@ -132,68 +195,6 @@ def _together(parts: Sequence[PhaseJoules]) -> PhaseJoules | None:
     if len(lows) < len(parts) or all(part.source.startswith("measured") for part in parts):
         return PhaseJoules(value=value, source=source)
     return PhaseJoules(value=value, source=source, low=sum(lows), high=sum(highs))
-
-
-def absent_energy(query: Query, by: str | None = None) -> dict[Any, dict[str, int]]:
-    """{"term: why" the joules do not include it: number of devices}, over all devices (key None) or ``by`` "device"."""
-    key, _ = _grouping(by, ("device",))
-    found: dict[Any, dict[str, int]] = {}
-    for k, reason, count in query(f"SELECT {key}, reason, COUNT(*) FROM absent_energy GROUP BY 1, reason"):
-        found.setdefault(k, {})[reason] = count
-    return found
-
-
-def payload(query: Query) -> dict[str, dict[str, Bytes]]:
-    """Payload bytes by device and kind of traffic."""
-    found: dict[str, dict[str, Bytes]] = {}
-    for device, kind, up, down in query(
-        "SELECT device, kind, SUM(CASE direction WHEN 'up' THEN payload_bytes ELSE 0 END),"
-        " SUM(CASE direction WHEN 'down' THEN payload_bytes ELSE 0 END)"
-        " FROM traffic WHERE kind != 'link' GROUP BY device, kind"
-    ):
-        found.setdefault(device, {})[kind] = Bytes(up=up, down=down)
-    return found
-
-
-def flops(query: Query, by: str = "round", within: range | None = None) -> dict[Any, float]:
-    """Floating-point operations ``by`` "round" or "device"."""
-    key, _ = _grouping(by, ("round", "device"))
-    return dict(query(f"SELECT {key}, SUM(flops) FROM flops WHERE {in_rounds(within)} GROUP BY 1"))
-
-
-def fates(query: Query, by: str = "round", within: range | None = None) -> dict[Any, dict[str, int]]:
-    """Number of updates that were counted, refused and late ``by`` "round" or "device"."""
-    key, _ = _grouping(by, ("round", "device"))
-    found: dict[Any, dict[str, int]] = {}
-    for k, status, count in query(
-        f"SELECT {key}, status, COUNT(*) FROM updates WHERE {in_rounds(within)} GROUP BY 1, 2"
-    ):
-        found.setdefault(k, {})[status] = count
-    return found
-
-
-def totals(query: Query, *, rounds: int) -> Totals:
-    """rounds: how many were closed."""
-    operations = flops(query)
-    return Totals(
-        rounds=rounds,
-        volume=volume(query).get(None),
-        payload_by_kind={kind: moved.payload for kind, moved in volume(query, "kind").items() if kind != "link"},
-        energy=joules(query).get(None),
-        absent_energy=absent_energy(query).get(None, {}),
-        flops=sum(operations.values()) if operations else None,
-    )
-
-
-def usage(query: Query) -> dict[str, dict[str, Any]]:
-    """By device: sums of cpu_s, connected_s and retransmitted_bytes, the largest peak_mib; None where no round has
-    one."""
-    names = ("cpu_s", "connected_s", "retransmitted_bytes", "peak_mib")
-    sums = "device, SUM(cpu_s), SUM(connected_s), SUM(retransmitted_bytes), MAX(peak_mib)"
-    return {
-        device: dict(zip(names, found, strict=True))
-        for device, *found in query(f"SELECT {sums} FROM usage GROUP BY device")
-    }
 
 
 def _grouping(by: str | None, allowed: tuple[str, ...]) -> tuple[str, str]:

@@ -30,7 +30,7 @@ from fleet_core.base.moving import Moving
 from fleet_core.base.processes import typed
 from fleet_core.base.trees import Params
 from fleet_core.codecs.kinds.registry import CODECS
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 from fleet_core.model import graph_bundle, payloads, select_arrays
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.graph_bundle import Graph

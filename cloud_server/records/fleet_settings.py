@@ -94,10 +94,10 @@ class Amounts:
 
 @dataclass(frozen=True)
 class BudgetSection(Amounts):
-    """The fleet's limits, at which no further round opens. target_accuracy: mean over the devices that train, at which
-    none does either. patience: after how many evaluations in a row without a gain none does; a gain is more than
-    ``min_gain`` over the best before. device_day: of one device on one day (UTC), after which it is not asked until the
-    next."""
+    """The fleet's limits: no further round opens once one is reached. target_accuracy: mean over the devices that
+    train; the run ends there. patience: the run ends after so many evaluations in a row without a gain of more than
+    ``min_gain`` over the best. device_day: limits of a device on one day (UTC); it is not asked again until the next.
+    """
 
     target_accuracy: float | None = field(default=None, metadata={"above": 0, "max": 1})
     patience: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
@@ -107,12 +107,12 @@ class BudgetSection(Amounts):
 
 @dataclass(frozen=True)
 class AlertsSection:
-    """Who is told what needs a person, and from when on it does (``integrations.alerts``).
+    """Where alerts are sent, and when there is one (``integrations.alerts``).
 
-    command: a program and its arguments. webhook: URL. mqtt: whether it is published to the fleet's broker, under
-    ``alert/``. lost_after_s: for how long a device that took part is off. disk_mib: of room left. certificate_days:
-    before its end. accuracy_drop: below the best round before. pause_s: between two messages of a kind. repeat_s: until
-    an alert is told again."""
+    command: a program and its arguments. webhook: URL. mqtt: also publish to the fleet's broker, under ``alert/``.
+    lost_after_s: how long a device that took part is off. disk_mib: room left. certificate_days: before the end.
+    accuracy_drop: below the best earlier round. pause_s: between two messages of a kind. repeat_s: until the alert is
+    sent again."""
 
     command: tuple[str, ...] = field(default=(), metadata={"max_length": 4096})
     webhook: str | None = field(default=None, metadata={"max_length": 2000})
@@ -139,7 +139,7 @@ class FleetRobustSection(RobustSection):
 @dataclass(frozen=True)
 class FleetConfig:
     """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no limits. alerts:
-    None for nobody who is told."""
+    None for no messages."""
 
     fleet: FleetSection
     model: ModelSection

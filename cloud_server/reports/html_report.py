@@ -13,6 +13,7 @@ from cloud_server.figures.formatting import (
     NOT_COUNTED,
     absent_text,
     bytes_text,
+    count_text,
     flops_text,
     joules_text,
     method_text,
@@ -22,7 +23,7 @@ from cloud_server.figures.formatting import (
     spread_text,
     stage_text,
 )
-from cloud_server.figures.html_elements import card, cards, count_text, heading, page, row, text_table
+from cloud_server.figures.html_elements import card, cards, heading, page, row, text_table
 from cloud_server.figures.html_style import STYLE
 from cloud_server.figures.scores import Score
 from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.figures.formatting import share_text
+from cloud_server.figures.formatting import count_text, share_text
 from cloud_server.figures.scores import AMOUNT, Score, f1_by_class
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Alone, Evaluation
@@ -140,7 +140,7 @@ def verdict(devices: Sequence[DeviceAnswers], *, round: int = 0, loss: float | N
     fleet, frequent = score(np.sum([one.fleet for one in evaluated], axis=0)), chance(frequent_NN, truths_MN)
     alone_counts = [one.alone for one in evaluated if one.alone is not None]
     alone = score(np.sum(alone_counts, axis=0)) if alone_counts else None
-    on = f"on {truth_N.sum()} held-back samples of {_devices(len(evaluated))}"
+    on = f"on {truth_N.sum()} held-back samples of {count_text(len(evaluated), 'device')}"
     warnings = []
     text = near_chance(fleet, frequent, truth_N, loss)
     if text:
@@ -173,10 +173,6 @@ def compared(found: Verdict) -> list[tuple[str, Score]]:
     if found.alone is not None:
         rows.append(("a plain baseline on each device alone", found.alone))
     return rows
-
-
-def _devices(number: int) -> str:
-    return f"{number} device{'s' * (number != 1)}"
 
 
 # From the ledger ------------------------------------------------------------------------------------------------------

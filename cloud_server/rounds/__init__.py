@@ -1,6 +1,6 @@
 """The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop, ``parts`` builds it.
 
-``device_messages`` takes what devices send to its part: ``uploads`` grants chunks, ``update_receiver`` checks, accepts
+``received_messages`` passes on what devices send: ``uploads`` grants chunks, ``update_receiver`` checks, accepts
 or refuses, ``round_costs`` adds up bytes and joules. ``server_rule`` closes the round. ``members`` knows who belongs
 and who is on, ``waiting`` how long to wait, ``budget`` when to stop, ``reputation`` who is refused in most rounds.
 ``cloud_server.running`` imports it.

@@ -10,8 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cloud_server.figures.formatting import bytes_text, phase_text
-from cloud_server.figures.html_elements import count_text
+from cloud_server.figures.formatting import bytes_text, count_text, phase_text
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Joules, Volume
 from cloud_server.ledger.ledger_tables import Evaluation, Round

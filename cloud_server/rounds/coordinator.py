@@ -24,8 +24,8 @@ from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.results import accuracy_drop
 from cloud_server.rounds import reputation
-from cloud_server.rounds.device_messages import DeviceMessages
 from cloud_server.rounds.parts import assemble
+from cloud_server.rounds.received_messages import DeviceMessages
 from cloud_server.rounds.server_rule import FACT, REQUEST
 from fleet_core.base.errors import CodecError, FleetError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message

@@ -30,7 +30,7 @@ from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.base.processes import typed
 from fleet_core.board import allocator
 from fleet_core.link.await_broker import await_broker
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink, check_plain, parse_url
 from fleet_core.protocol import topics

@@ -180,7 +180,7 @@ def _write_results(
 ) -> tuple[dict[str, Any], str]:
     """Writes result.json and report.html; returns (content of result.json, closing table)."""
     with Ledger(fleet.ledger_path, create=False) as ledger:
-        plain = {key: value for key, value in schema.plain(options).items() if value is not None}
+        plain = schema.present(schema.plain(options))
         if options.data != "heartbeat":
             plain["data"] = Path(options.data).name
         outcome = result.build(

@@ -20,7 +20,7 @@ from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Inline
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.costs import AgentCosts
+from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.base.errors import RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits

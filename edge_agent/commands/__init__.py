@@ -1,5 +1,6 @@
-"""``edge-agent``, the device's command line, and its commands.
+"""``edge-agent``, the device's command line. Nothing outside this room imports it.
 
-``cli`` and ``board_commands`` declare the commands with the parser of ``arguments``, the other files implement them.
-Nothing outside this room imports it.
+``cli`` and ``board_commands`` declare the commands with the parser of ``arguments``. ``run`` builds and runs the agent,
+``device_commands`` asks and shows it, ``install`` checks a bundle, ``doctor`` compares board and machine, ``energy``
+reads watts. ``watchdog`` tells systemd that the agent lives, ``online_note`` tells flashing that it is back.
 """

@@ -22,7 +22,7 @@ from edge_agent.device.version import running
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.costs import AgentCosts
+from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.base import processes
 from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator

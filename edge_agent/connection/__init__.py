@@ -1,4 +1,5 @@
-"""What an agent does over its link: enrol, fetch blobs, send updates, renew its certificate.
+"""What an agent does over its link, which is ``fleet_core.link``; ``edge_agent.rounds`` handles what arrives.
 
-The link itself is ``fleet_core.link``; ``edge_agent.rounds`` handles the messages that arrive.
+``enrolment`` gets a certificate for a token, ``certificate_renewal`` renews it, ``broker_login`` has the files for TLS.
+``blob_download`` fetches models and graphs, ``update_upload`` sends an update.
 """

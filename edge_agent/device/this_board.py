@@ -10,7 +10,7 @@ from fleet_core.board import profile as profiles
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits, Wish
 from fleet_core.board.profile import Profile
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 from fleet_core.power import radio
 from fleet_core.power.radio import RadioModel
 

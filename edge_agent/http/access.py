@@ -18,7 +18,7 @@ from fleet_core.base import storage
 from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import Serve
 from fleet_core.link.bearer_token import shown, token_in
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 
 TOKEN, CERTIFICATE, KEY = "serve.token", "serve.pem", "serve.key"
 LIFE = datetime.timedelta(days=10 * 365)

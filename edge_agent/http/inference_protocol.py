@@ -29,7 +29,7 @@ from edge_agent.http.http_messages import Head, Refused, Request, Response, as_e
 from edge_agent.http.tensors import Form
 from fleet_core import __version__
 from fleet_core.base.errors import ConfigError, DataError, FleetError, MessageError, StateError
-from fleet_core.link.hosts import is_ours
+from fleet_core.link.host_names import is_ours
 from fleet_core.protocol.device_messages import Answer
 
 Array = np.ndarray[Any, Any]

@@ -14,7 +14,7 @@ from edge_agent.device.process_usage import ProcessUsage
 from edge_agent.http.http_messages import Refused, Request, Response, as_error
 from edge_agent.http.http_server import HttpServer, Limits
 from fleet_core.board.device_settings import Metrics
-from fleet_core.link.hosts import is_ours, of_this_machine
+from fleet_core.link.host_names import is_ours, of_this_machine
 from fleet_core.protocol.device_messages import Energy, Traffic
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -22,7 +22,7 @@ from fleet_core.base import processes
 from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
-from fleet_core.link.hosts import is_loopback, of_this_machine
+from fleet_core.link.host_names import is_loopback, of_this_machine
 from fleet_core.protocol.device_messages import Answer
 
 CHECK_S = 0.5

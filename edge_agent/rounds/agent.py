@@ -20,7 +20,7 @@ from edge_agent.device.full_disk import Disk
 from edge_agent.device.manifest_method import method_of
 from edge_agent.device.state import DeviceState
 from edge_agent.inference.service import Service
-from edge_agent.rounds.costs import AgentCosts
+from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.rounds.device_payload import DevicePayload
 from edge_agent.rounds.graphs import Graphs
 from edge_agent.rounds.manifest_check import ManifestCheck

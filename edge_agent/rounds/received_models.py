@@ -13,8 +13,8 @@ from fleet_core.base import trees
 from fleet_core.base.errors import CodecError, FleetError
 from fleet_core.codecs.kinds.registry import DRAWN
 from fleet_core.model import payloads
+from fleet_core.protocol.chain_message import MAX_CHAIN_BYTES, Chain
 from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.delta_chain import MAX_CHAIN_BYTES, Chain
 from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 MAX_MODEL_BYTES = 1 << 30

@@ -13,7 +13,7 @@ from edge_agent.device.state import Weights
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.service import Service
 from edge_agent.inference.stored_models import NO_TRAINER, Answering
-from edge_agent.rounds.costs import AgentCosts
+from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import Reporter
 from edge_agent.rounds.train_job import TrainJobs

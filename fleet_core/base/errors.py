@@ -18,7 +18,8 @@ The command line prints their message on stderr and exits with ``exit_code``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class FleetError(Exception):
@@ -93,3 +94,12 @@ class FlashError(FleetError):
 def shortened(items: Sequence[str], most: int = 10) -> list[str]:
     """The first ``most`` items, and ``and N more`` when there are more."""
     return [*items[:most], *([f"and {len(items) - most} more"] if len(items) > most else [])]
+
+
+@contextlib.contextmanager
+def installed(extra: str) -> Iterator[None]:
+    """Around an import: raises ConfigError that names the package's ``extra`` if a module is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"'{error.name}' is not installed", hint=f'pip install "metafleet[{extra}]"') from error

@@ -17,7 +17,9 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
+V = TypeVar("V")
 
 MAX_ITEMS = 100_000
 MAX_TEXT = 1_000_000
@@ -46,6 +48,11 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     """`` (did you mean '…'?)`` for the end of an error message, or empty when no known word is similar."""
     near = suggest(word, known)
     return f" (did you mean '{near}'?)" if near else ""
+
+
+def present(values: Mapping[K, V | None]) -> dict[K, V]:
+    """``values`` without those that are None."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def read(cls: type[T], data: Any, *, unknown: str = "error") -> tuple[T | None, list[Problem]]:

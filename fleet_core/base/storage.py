@@ -42,7 +42,8 @@ def write_arrays(
     durable: bool = True,
 ) -> None:
     """Writes named arrays as safetensors, as ``write_atomic(path, pack(arrays, metadata))`` but without a copy."""
-    ordered = {name: np.asarray(arrays[name], order="C") for name in sorted(arrays, key=lambda n: _rank(arrays[n], n))}
+    largest_first = sorted(arrays, key=lambda name: (-np.asarray(arrays[name]).itemsize, name))
+    ordered = {name: np.asarray(arrays[name], order="C") for name in largest_first}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, array in ordered.items():
@@ -52,10 +53,6 @@ def write_arrays(
     text = text.ljust(-(-len(text) // 8) * 8)  # aligns the arrays to eight bytes
     parts = (array.reshape(-1).view(np.uint8).data for array in ordered.values() if array.nbytes)
     write_parts(path, (len(text).to_bytes(8, "little"), text, *parts), mode=mode, durable=durable)
-
-
-def _rank(array: Any, name: str) -> tuple[int, str]:
-    return -np.asarray(array).itemsize, name
 
 
 def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o644, durable: bool = True) -> None:

@@ -1,1 +1,5 @@
-"""Boards: their data files, what the present machine has, and the limits for an agent on it. No torch."""
+"""Boards and what an agent may do on them. No torch.
+
+``profile`` reads a board's data file, ``catalogue`` finds it, ``probe`` says what the present machine has, and
+``limits`` follow from both. ``device_settings`` reads device.toml. ``allocator`` gives freed memory back.
+"""

@@ -112,7 +112,7 @@ class Personalize:
 @dataclass(frozen=True)
 class Serve:
     """host, port: where HTTP requests are answered; port 0: not at all in ``edge-agent run``. names: further host names
-    by which a client may reach it; see ``fleet_core.link.hosts``.
+    by which a client may reach it; see ``fleet_core.link.host_names``.
 
     Beyond this machine a client needs TLS and a token (``edge_agent.http.access``), unless ``open`` allows plain HTTP
     to everyone. token, certificate, key: files relative to the device's home; on this machine nothing is asked for

@@ -36,14 +36,14 @@ def machine(root: Path = Path("/")) -> Machine:
     """Describes this machine. root: of the file system."""
     libc, version = platform.libc_ver()
     return Machine(
-        arch=platform.machine(), bits=8 * struct.calcsize("P"), cores=_cores(), memory_mib=_memory_mib(root),
+        arch=platform.machine(), bits=8 * struct.calcsize("P"), cores=cores(), memory_mib=_memory_mib(root),
         glibc=version if libc == "glibc" and version else None, python=platform.python_version(),
         system=platform.system(), model=_model(root),
         packages={name: found for name in PACKAGES if (found := _version(name)) is not None},
     )
 
 
-def _cores() -> int:
+def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -19,17 +19,14 @@ from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.data.episodes import Draw
 from fleet_core.learning import models
-from fleet_core.learning.augment import augmented
-from fleet_core.learning.flops import round_flops
 from fleet_core.learning.gradient_estimators import PADDED, Episode, Estimators, entropy
 from fleet_core.learning.gradients import Gradient, direct
+from fleet_core.learning.layer_flops import round_flops
 from fleet_core.learning.models import outputs, to_numpy, to_torch
+from fleet_core.learning.torch_augment import augmented
 from fleet_core.model.layout import Layout
 from fleet_core.training.local_round import NumpyParams, Progress, Round, TrainResult, train_one
-from fleet_core.training.round_plans import Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
-
-CHUNK = 256
-"""Samples per forward pass over a whole data set, so that memory does not grow with its size."""
+from fleet_core.training.round_plans import CHUNK, Participant, Plan, Samples, of_equal_size, of_similar_size, plan_of
 
 
 def train_round(

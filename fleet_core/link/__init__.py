@@ -1,19 +1,6 @@
-"""The link to a broker: over MQTT with paho, or inside one process."""
+"""The link to a broker, and small parts of HTTP that devices and operators share.
 
-from __future__ import annotations
-
-from fleet_core.link.byte_counters import ByteCounters, Traffic
-from fleet_core.link.interface import Connected, Denied, Disconnected, Event, Link, Message, Will, matches
-
-__all__ = [
-    "ByteCounters",
-    "Connected",
-    "Denied",
-    "Disconnected",
-    "Event",
-    "Link",
-    "Message",
-    "Traffic",
-    "Will",
-    "matches",
-]
+``interface`` is what a link is, ``mqtt`` connects and reconnects, ``mqtt_connection`` is one connection with
+``paho_client``, ``loopback`` a broker in the process. ``await_broker`` waits for one, ``byte_counters`` counts.
+``bearer_token`` and ``host_names`` check HTTP requests.
+"""

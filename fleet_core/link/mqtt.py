@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from fleet_core.base.errors import ConfigError, LinkError
 from fleet_core.link.byte_counters import ByteCounters
-from fleet_core.link.hosts import is_loopback
+from fleet_core.link.host_names import is_loopback
 from fleet_core.link.interface import Disconnected, Event, Will, check_filter, check_topic
 from fleet_core.link.mqtt_connection import Address, Session, Settings
 from fleet_core.link.paho_client import describe

@@ -147,23 +147,24 @@ def assemble(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[An
     known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
     if info.adapt is not None:
         known |= {"graph/adapt", "graph/predict", "golden/adapt", "golden/y"}
-    first = {name.removeprefix("first/"): array for name, array in arrays.items() if name.startswith("first/")}
     if not kinds or {name for name in arrays if not name.startswith("first/")} != known:
         raise BundleError(
             f"the bundle holds {', '.join(sorted(arrays))[:200] or 'nothing'}",
             expected=", ".join(sorted(known | {"graph/embed", "golden/embed"})),
         )
-    graphs = {kind: _graph_bytes(arrays[f"graph/{kind}"]) for kind in kinds}
+    graphs = {kind: graph_bytes(arrays[f"graph/{kind}"]) for kind in kinds}
     golden = {name.removeprefix("golden/"): arrays[name] for name in sorted(known) if name.startswith("golden/")}
     _check_golden(golden, layout)
-    adapt = b"" if info.adapt is None else _graph_bytes(arrays["graph/adapt"])
-    return Graph(layout, graphs, golden, info, adapt, _first(first, layout))
+    adapt = b"" if info.adapt is None else graph_bytes(arrays["graph/adapt"])
+    return Graph(layout, graphs, golden, info, adapt, first_weights(arrays, layout))
 
 
-def _first(arrays: Mapping[str, Any], layout: Layout) -> Params:
-    """The initial values that stay on a device: whole groups of the model."""
+def first_weights(arrays: Mapping[str, Any], layout: Layout) -> Params:
+    """The initial values that stay on a device, whole groups of the model, from a container's arrays. Raises
+    BundleError."""
+    first = {name.removeprefix("first/"): array for name, array in arrays.items() if name.startswith("first/")}
     try:
-        return checked_weights(arrays, layout, tuple({key.partition("/")[0] for key in arrays}))
+        return checked_weights(first, layout, tuple({key.partition("/")[0] for key in first}))
     except CodecError as error:
         what = f"the initial values do not match the layout: {error.what}"
         raise BundleError(what, expected=error.expected) from error
@@ -211,7 +212,8 @@ def _head(metadata: Mapping[str, str]) -> tuple[GraphInfo, Layout]:
     return info, layout
 
 
-def _graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
+def graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    """The ONNX file in a container's array. Raises BundleError."""
     if array.dtype != np.uint8 or array.ndim != 1 or not len(array):
         raise BundleError("a graph is not a one-dimensional uint8 array")
     return array.tobytes()
@@ -220,13 +222,19 @@ def _graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
 def _check_golden(golden: Mapping[str, np.ndarray[Any, Any]], layout: Layout) -> None:
     number = len(golden["x"]) if golden["x"].ndim else 0
     classes = len(layout.classes)
-    wanted: dict[str, tuple[tuple[int, ...], str]] = {
+    check_golden(golden, number, {
         "x": ((number, *layout.input.shape), layout.input.dtype),
         "embed": ((number, layout.embedding), "float32"),
         "predict": ((number, classes), "float32"),
         "y": ((number,), "int64"),
         "adapt": ((len(GOLDEN_STEPS), number, classes), "float32"),
-    }
+    })
+
+
+def check_golden(
+    golden: Mapping[str, np.ndarray[Any, Any]], number: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
+) -> None:
+    """number: of samples. wanted: shape and type by name. Raises BundleError."""
     for name, array in golden.items():
         if not 0 < number <= MAX_GOLDEN or (array.shape, str(array.dtype)) != wanted[name]:
             raise BundleError(f"golden {name} is {array.dtype} {list(array.shape)}", expected=f"{wanted[name]}")

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base import schema, storage
-from fleet_core.base.errors import BundleError, CodecError, StateError
+from fleet_core.base.errors import BundleError, StateError
 from fleet_core.base.trees import Params
-from fleet_core.model.graph_bundle import MAX_BYTES, MAX_GOLDEN, checked_weights
+from fleet_core.model.graph_bundle import MAX_BYTES, check_golden, first_weights, graph_bytes
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 Array = np.ndarray[Any, Any]
@@ -169,22 +169,15 @@ def unpack(data: bytes, layout: Layout) -> TrainGraph:
     if info.layout != layout.hash:
         raise BundleError(f"the graph 'train' is for the layout {info.layout}", expected=layout.hash)
     kinds = ("train", "product") if info.product else ("train",)
-    first = {name.removeprefix("first/"): array for name, array in arrays.items() if name.startswith("first/")}
     known = {"golden/x", "golden/y", *(f"{part}/{kind}" for kind in kinds for part in ("graph", "golden"))}
     found = {name for name in arrays if not name.startswith("first/")}
     if found != known:
         what = f"the graph 'train' holds {', '.join(sorted(found))[:200] or 'nothing'}"
         raise BundleError(what, expected=", ".join(sorted(known)))
-    try:
-        values = checked_weights(first, layout, tuple({key.partition("/")[0] for key in first}))
-    except CodecError as error:
-        what = f"the initial values do not match the layout: {error.what}"
-        raise BundleError(what, expected=error.expected) from error
-    graphs = {kind: arrays[f"graph/{kind}"] for kind in kinds}
-    if any(array.dtype != np.uint8 or array.ndim != 1 or not len(array) for array in graphs.values()):
-        raise BundleError("a graph is not a one-dimensional uint8 array")
+    values = first_weights(arrays, layout)
+    graphs = {kind: graph_bytes(arrays[f"graph/{kind}"]) for kind in kinds}
     golden = {name.removeprefix("golden/"): arrays[name] for name in known if name.startswith("golden/")}
-    graph = TrainGraph(layout, info, {kind: array.tobytes() for kind, array in graphs.items()}, golden, values)
+    graph = TrainGraph(layout, info, graphs, golden, values)
     _check_golden(graph)
     return graph
 
@@ -192,15 +185,10 @@ def unpack(data: bytes, layout: Layout) -> TrainGraph:
 def _check_golden(graph: TrainGraph) -> None:
     x, spec = graph.golden["x"], graph.layout.input
     number = len(x) if x.ndim else 0
-    wanted: dict[str, tuple[tuple[int, ...], str]] = {
+    check_golden(graph.golden, number, {
         "x": ((number, *spec.shape), spec.dtype), "y": ((number,), "int64"),
         **{kind: ((len(graph.outputs(kind)), 2), "float64") for kind in graph.graphs},
-    }
-    for name, array in graph.golden.items():
-        if not 0 < number <= MAX_GOLDEN or (array.shape, str(array.dtype)) != wanted[name]:
-            raise BundleError(f"golden {name} is {array.dtype} {list(array.shape)}", expected=f"{wanted[name]}")
-        if not np.isfinite(array).all():
-            raise BundleError(f"golden {name} holds a value that is not finite")
+    })
     y = graph.golden["y"]
     if y.min() < 0 or y.max() >= len(graph.layout.classes):
         raise BundleError("a golden label is not a class of the layout")

@@ -38,7 +38,7 @@ class ModelRef:
     """A model to fetch.
 
     model: id of the decoded weights. base: id of the weights that ``blob`` is a delta to, or None. For a device that
-    lacks the base: chain: a list of deltas that lead to it (see ``protocol.delta_chain``); full: the same model without
+    lacks the base: chain: a list of deltas that lead to it (``protocol.chain_message``); full: the same model without
     a base. arrays: those in which the model differs from its base, which are all that the delta has, as places in the
     layout (``Layout.places``); None for all. part: values of these arrays, whole, for a device that holds other weights
     whose remaining arrays have the id ``rest``.

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from fleet_core.algorithms.interface import Update
-from fleet_core.base import trees
+from fleet_core.base import storage, trees
 from fleet_core.robust.blocks import Array, by_value, flat, like
 from fleet_core.robust.interface import Choice, Memory
 
@@ -40,7 +40,7 @@ def history(updates: Iterable[Update], share: float, memory: Memory) -> Choice:
              for device, value in cosines.items() if value is not None}
     length = _length(flat_middle)
     now = before * KEPT + (flat_middle * ((1 - KEPT) / length) if length > 0 else 0.0)
-    kept = {**past, **_named(like(trees.widened(middle), now))}
+    kept = {**past, **storage.flatten(like(trees.widened(middle), now))}
     return Choice(
         dropped=_outliers(known), memory=Memory({DIRECTION: kept}, dict(sorted({**memory.scores, **known}.items())))
     )
@@ -67,10 +67,6 @@ def _cosine(update: Array, direction: Array) -> float | None:
 
 def _length(values: Array) -> float:
     return float(np.sqrt(np.square(values).sum()))
-
-
-def _named(tree: trees.Params) -> dict[str, Array]:
-    return {f"{group}/{name}": array for group, named in tree.items() for name, array in named.items()}
 
 
 def _of(past: dict[str, Array] | trees.Params, tree: trees.Params) -> Array:

@@ -19,10 +19,7 @@ from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.training.local_round import Engine, NumpyParams, check, train_one
-from fleet_core.training.round_plans import Participant, Samples
-
-CHUNK = 256
-"""Samples per pass over a whole data set, so that memory does not grow with its size."""
+from fleet_core.training.round_plans import CHUNK, Participant, Samples
 
 
 def adapt(

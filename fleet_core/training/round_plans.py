@@ -18,6 +18,8 @@ Samples = np.ndarray[Any, Any]
 
 BATCHES = ("batch", "support_batch", "query_batch")
 """The hyper-parameters that are numbers of samples."""
+CHUNK = 256
+"""Samples per pass over a whole data set, so that memory does not grow with its size."""
 MAX_PADDING = 2
 """The batches of padded clients differ in size by at most this factor."""
 

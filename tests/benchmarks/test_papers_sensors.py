@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.papers import page
 from benchmarks.papers.sensors import choose, table
-from cloud_server.laboratory.advise.advise import METHODS_TRIED
 from cloud_server.laboratory.advise.candidates import score
+from cloud_server.laboratory.advise.short_comparison import METHODS_TRIED
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.comparison import Bound, stat
 from cloud_server.laboratory.compare.tables import TIMES

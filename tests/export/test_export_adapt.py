@@ -27,9 +27,10 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import BundleError
 from fleet_core.learning import models, personal_model
-from fleet_core.learning.local_training import CHUNK, first_personal
+from fleet_core.learning.local_training import first_personal
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
+from fleet_core.training.round_plans import CHUNK
 from tests.support.bundles import node_of
 from tests.support.waiting import PATIENCE_S
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,12 @@ PACKAGES = (CORE, "edge_agent", "cloud_server", "export", "firmware_profiles")
 COMPOSERS = (
     "cloud_server/commands/", "cloud_server/devices/", "cloud_server/running/demo.py",
     "cloud_server/running/fedavg_baseline.py", "cloud_server/running/in_one_process.py",
+)
+
+# Rooms of files that are all of one kind, and named by what they are.
+ALIKE = (
+    "fleet_core/algorithms/methods", "fleet_core/data/readers", "fleet_core/data/partitions",
+    "fleet_core/power/sensors",
 )
 
 # Heavy modules and the files (or folders, ending in a slash) that may import them.
@@ -250,6 +257,16 @@ def test_every_room_says_what_it_is_for(product: Tree) -> None:
     rooms = {file.rpartition("/")[0] for file in product.modules.values()}
     short = [room for room in rooms if not (ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())))]
     assert short == []
+
+
+def test_every_room_names_its_files(product: Tree) -> None:
+    missing = []
+    for file in product.modules.values():
+        room, _, name = file.rpartition("/")
+        said = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+        if name != "__init__.py" and room not in ALIKE and not re.search(rf"\b{name.removesuffix('.py')}\b", said):
+            missing.append(file)
+    assert missing == []
 
 
 def test_heavy_modules_are_imported_at_home_only(product: Tree) -> None:

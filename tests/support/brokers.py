@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from cloud_server.broker.private_broker import Broker, start_broker
-from fleet_core.link import Event, Link, Message
+from fleet_core.link.interface import Event, Link, Message
 from tests.support import waiting
 from tests.support.waiting import PATIENCE_S
 

@@ -23,7 +23,7 @@ from fleet_core.base import compression, storage, trees
 from fleet_core.base.errors import CodecError, StateError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.samples import save
-from fleet_core.link import Message
+from fleet_core.link.interface import Message
 from fleet_core.link.mqtt import MqttLink, parse_url
 from fleet_core.protocol import topics
 from fleet_core.protocol.messages import MAX_MESSAGE_BYTES

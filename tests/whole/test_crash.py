@@ -16,7 +16,7 @@ import pytest
 
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Update
-from fleet_core.link import Message
+from fleet_core.link.interface import Message
 from fleet_core.protocol import topics
 from tests.support.brokers import NEEDS_MOSQUITTO
 from tests.support.faults import Mosquitto, Proxy, mosquitto

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_core.link import Message
+from fleet_core.link.interface import Message
 from fleet_core.link.mqtt import parse_url
 from fleet_core.protocol import topics
 from tests.support.brokers import accepts_connections, free_port, refuses_connections

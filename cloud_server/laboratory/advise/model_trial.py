@@ -37,6 +37,7 @@ from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.results.verdict import worse
 from fleet_core.base.errors import DataError, FleetError
+from fleet_core.board import probe
 from fleet_core.data.samples import Samples, save
 from fleet_core.model.layout import InputSpec
 
@@ -256,7 +257,7 @@ def _try_model(
     simulate.checked(experiment, [run])
     work = workloads.build(experiment)
     experiment = replace(experiment, cohort=_cohort(experiment, run, work))
-    task = simulate.RunTask(experiment, run, folder, "local", "cpu", simulate.cores_here())
+    task = simulate.RunTask(experiment, run, folder, "local", "cpu", probe.cores())
     rounds, last_line_at = 0, clock()
 
     def on_round(row: Any) -> None:
@@ -275,7 +276,7 @@ def _try_model(
 def _cohort(experiment: Experiment, run: Run, work: Workload) -> int:
     """Devices per round, so that a round takes some seconds. Raises DataError if a single device takes too long."""
     from fleet_core.learning import models
-    from fleet_core.learning.flops import flops_per_sample
+    from fleet_core.learning.layer_flops import flops_per_sample
 
     layout = workloads.layout_of(experiment, work)
     forward = flops_per_sample(models.build(layout), layout)

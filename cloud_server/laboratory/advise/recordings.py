@@ -77,7 +77,7 @@ def recordings(data: str, window: int | None = None, stride: int | None = None) 
     if not named:
         remarks = [*samples.notes, *model_input.remarks(samples.x), *remarks]
         spec = model_input.standardized(by_time(samples, TRAIN_FRACTION)[0].x)
-        cut = {key: value for key, value in (("window", window), ("stride", stride)) if value is not None}
+        cut = schema.present({"window": window, "stride": stride})
         section = {"path": data, **cut, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
     models = models_for(samples, found.entry.model if found else "")
     return Recordings(samples, section, len(enough), models, tuple(remarks))

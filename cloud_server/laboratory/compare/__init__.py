@@ -1,5 +1,5 @@
 """Compares finished runs.
 
 ``finished_runs`` reads runs, ``comparison`` computes, ``tables``, ``comparison_charts`` and ``html_page`` show,
-``files`` writes.
+``comparison_files`` writes.
 """

@@ -228,7 +228,7 @@ def _figures(evaluated: Evaluated) -> dict[str, float]:
         return {}
     every = {**schema.plain(evaluated.accuracy), "macro_f1": evaluated.macro_f1}
     every["devices"] = None if evaluated.devices is None else float(len(evaluated.devices))
-    return {name: value for name, value in every.items() if value is not None}
+    return schema.present(every)
 
 
 def _asked(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], tuple[float, ...]]:

@@ -9,8 +9,8 @@ from pathlib import PurePath
 from typing import Any
 
 from cloud_server.figures.charts import swatch
-from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, phase_text
-from cloud_server.figures.html_elements import card, cards, count_text, heading, page, row, table
+from cloud_server.figures.formatting import ABSENT, bytes_text, count_text, flops_text, phase_text
+from cloud_server.figures.html_elements import card, cards, heading, page, row, table
 from cloud_server.figures.html_style import STYLE
 from cloud_server.laboratory.compare import comparison_charts
 from cloud_server.laboratory.compare.comparison import (

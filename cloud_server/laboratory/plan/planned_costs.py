@@ -312,7 +312,7 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
     """(operations of one device in one round, why they are unknown)."""
     try:
         from fleet_core.learning import models
-        from fleet_core.learning.flops import round_flops
+        from fleet_core.learning.layer_flops import round_flops
         from fleet_core.training.round_plans import Participant, plan_of
     except ModuleNotFoundError as error:
         return None, f"'{error.name}' is not installed"

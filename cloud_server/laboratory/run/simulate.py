@@ -9,7 +9,6 @@ import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from cloud_server.laboratory.run.run_folder import Store, read_table
 from cloud_server.results import result as results
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import ConfigError, FleetError, RoundError
-from fleet_core.board import catalogue
+from fleet_core.board import catalogue, probe
 from fleet_core.model.layout import Layout
 
 ENGINES = ("local", "ray")
@@ -170,7 +169,7 @@ def costs_of(experiment: Experiment) -> Costs:
 
 def _check_joules(experiment: Experiment, layout: Layout, costs: Costs) -> None:
     from fleet_core.learning import models
-    from fleet_core.learning.flops import flops_per_sample
+    from fleet_core.learning.layer_flops import flops_per_sample
 
     flops = flops_per_sample(models.build(layout), layout)
     if costs.joules(flops, 0, 0) is None:
@@ -198,14 +197,9 @@ def _processes(options: Options, runs: int) -> tuple[int, int]:
     """(runs in parallel, processes for the devices of each; 0 on Ray means all CPUs of the cluster)."""
     if options.engine == "ray":
         return 1, options.jobs
-    cores = options.jobs or cores_here()
+    cores = options.jobs or probe.cores()
     parallel = max(1, min(cores, runs))
     return parallel, max(1, cores // parallel)
-
-
-def cores_here() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _executor(task: RunTask, workload: Workload) -> Executor:

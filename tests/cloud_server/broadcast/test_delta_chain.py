@@ -22,7 +22,7 @@ from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.model import payloads
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.delta_chain import MAX_LINKS, Chain
+from fleet_core.protocol.chain_message import MAX_LINKS, Chain
 from fleet_core.protocol.round_messages import Manifest
 from tests.support.deaths import Death, deadly
 from tests.support.inprocess import Killed, World, config_text, toy, world

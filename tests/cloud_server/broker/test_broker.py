@@ -20,7 +20,7 @@ from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, start_broker, start_secured
 from cloud_server.running import aggregator_process
 from fleet_core.base.errors import ConfigError, LinkError, StateError
-from fleet_core.link import Connected, Message, Will
+from fleet_core.link.interface import Connected, Message, Will
 from fleet_core.link.mqtt import MqttLink, parse_url
 from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, private_broker, refuses_connections, until
 from tests.support.paths import ROOT

@@ -16,7 +16,7 @@ from cloud_server.commands import cli as operator_cli
 from cloud_server.records.checkpoint import Checkpoints, ServedModel
 from export import full_bundle as making
 from export import gate as torch_gate
-from export import int8
+from export import int8_encoder
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError
@@ -102,11 +102,11 @@ def test_an_int8_encoder_comes_with_its_cost(fleet: Path, run: Run, tmp_path: Pa
 
 def test_what_calibrates_does_not_evaluate() -> None:
     y = np.repeat([0, 1, 2], [600, 30, 4])
-    chosen, rest = int8._split(y)
+    chosen, rest = int8_encoder._split(y)
     assert not set(chosen) & set(rest)
-    assert len(chosen) <= int8.MAX_CALIBRATION
+    assert len(chosen) <= int8_encoder.MAX_CALIBRATION
     assert set(y[rest]) == {0, 1, 2}
-    assert set(y[int8._split(y[y > 0])[0] + 600]) == {1, 2}
+    assert set(y[int8_encoder._split(y[y > 0])[0] + 600]) == {1, 2}
 
 
 def test_data_that_do_not_calibrate_are_refused(fleet: Path, run: Run, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import resource
 import shutil
 import socket
@@ -16,6 +17,7 @@ from cloud_server.broker import private_broker
 from cloud_server.commands import cli, doctor
 from cloud_server.records.fleet_folder import Fleet
 from tests.support.cli import runner
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -118,3 +120,10 @@ def test_a_folder_that_is_no_fleets_is_refused(
     ended = runner(monkeypatch, capsys, "metafleet", cli.main)("doctor", tmp_path)
     assert ended.code == 2
     assert "there is no fleet here" in ended.err
+
+
+def test_every_extra_of_an_operator_is_looked_for() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^operator = \["metafleet\[([\w,]+)\]"\]$', project, re.MULTILINE)
+    assert found is not None
+    assert doctor.EXTRAS.keys() == set(found[1].split(",")) - {"server"}

@@ -29,7 +29,7 @@ from edge_agent.connection import enrolment
 from edge_agent.connection.broker_login import tls_files
 from fleet_core.base.errors import ConfigError, MessageError, StateError
 from fleet_core.board.device_settings import Identity, Settings, settings_of
-from fleet_core.link import Message
+from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackLink
 from fleet_core.protocol import certificates, enrolment_token, messages
 from fleet_core.protocol.device_messages import EnrolRequest

@@ -23,7 +23,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base.errors import ConfigError
-from fleet_core.link import Connected, Disconnected, Message, Will
+from fleet_core.link.interface import Connected, Disconnected, Message, Will
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import certificates
 from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, until

@@ -14,6 +14,7 @@ from fleet_core.base import trees
 from fleet_core.base.errors import DataError
 from fleet_core.base.trees import Params
 from fleet_core.learning import gradient_estimators, gradients, local_training, models
+from fleet_core.training import round_plans
 from tests.support.simulation import (
     SEED,
     Fleet,
@@ -29,7 +30,7 @@ SMALL: dict[str, Any] = {
     "local_steps": 4, "client_lr": 0.05, "batch": 20, "support_batch": 12, "query_batch": 8, "head_steps": 2,
     "shots": 3, "query_shots": 4, "finetune_steps": 3, "finetune_lr": 0.1, "inner_lr": 0.2, "inner_steps": 3,
 }  # fmt: skip
-MINE = toy_samples(2 * local_training.CHUNK + 7, seed=5)
+MINE = toy_samples(2 * round_plans.CHUNK + 7, seed=5)
 every_method = pytest.mark.parametrize("name", METHODS)
 
 

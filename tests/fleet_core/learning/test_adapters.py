@@ -17,7 +17,7 @@ from fleet_core.codecs.kinds.registry import DRAWN
 from fleet_core.learning import models
 from fleet_core.learning.adapters import Adapted, with_adapters
 from fleet_core.learning.architectures import ADAPTABLE, MODELS
-from fleet_core.learning.flops import layers_of
+from fleet_core.learning.layer_flops import layers_of
 from fleet_core.model import payloads, select_arrays
 from fleet_core.model.layout import InputSpec, Layout
 from tests.fleet_core.learning.test_models import SMALL

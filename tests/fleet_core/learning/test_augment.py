@@ -10,7 +10,7 @@ import torch
 
 from fleet_core.base.errors import ConfigError
 from fleet_core.learning import models
-from fleet_core.learning.augment import augmented
+from fleet_core.learning.torch_augment import augmented
 from fleet_core.model.layout import InputSpec
 from fleet_core.training import augment
 from fleet_core.training.augment import PADDING

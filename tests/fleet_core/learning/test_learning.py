@@ -22,7 +22,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.learning import local_training, models, personal_model
-from fleet_core.learning.flops import flops_per_sample
+from fleet_core.learning.layer_flops import flops_per_sample
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.training import round_plans
 from fleet_core.training.local_round import TrainResult
@@ -519,12 +519,12 @@ def test_layers_of_unknown_cost_are_not_guessed(package: types.ModuleType) -> No
 
 
 def test_logits_do_not_depend_on_how_many_samples_are_requested() -> None:
-    layout, (x, _) = toy_layout(), toy_samples(local_training.CHUNK + 3)
+    layout, (x, _) = toy_layout(), toy_samples(round_plans.CHUNK + 3)
     network, weights = models.build(layout), models.initial(layout, 0)
     logits = local_training.predict_logits(network, weights, x)
     np.testing.assert_allclose(logits[-2:], local_training.predict_logits(network, weights, x[-2:]), atol=1e-6)
-    assert logits.shape == (local_training.CHUNK + 3, 3)
-    assert local_training.embed(network, weights, x).shape == (local_training.CHUNK + 3, 8)
+    assert logits.shape == (round_plans.CHUNK + 3, 3)
+    assert local_training.embed(network, weights, x).shape == (round_plans.CHUNK + 3, 8)
 
 
 def test_the_learning_package_uses_no_optimizer_and_no_transform() -> None:

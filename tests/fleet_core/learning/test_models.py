@@ -17,7 +17,7 @@ from export.graph import export_graph
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.learning import architectures, losses, models
-from fleet_core.learning.flops import flops_per_sample
+from fleet_core.learning.layer_flops import flops_per_sample
 from fleet_core.model.layout import InputSpec, Layout
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -16,7 +16,7 @@ from cloud_server.ledger.ledger_sums import Volume
 from cloud_server.ledger.ledger_tables import Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.data.samples import Samples, save
-from fleet_core.link import Traffic
+from fleet_core.link.byte_counters import Traffic
 from fleet_core.link.mqtt import MqttLink
 from tests.support import netns, waiting
 from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, until

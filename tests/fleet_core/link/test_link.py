@@ -30,8 +30,8 @@ from paho.mqtt.enums import MQTTErrorCode
 from cloud_server.broker import requirements
 from cloud_server.broker.private_broker import Broker, start_broker
 from fleet_core.base.errors import ConfigError, LinkError
-from fleet_core.link import Connected, Denied, Disconnected, Link, Message, Will, matches
 from fleet_core.link.byte_counters import wire_bytes
+from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message, Will, matches
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.link.mqtt import BACKOFF_FIRST_S, BACKOFF_LAST_S, MqttLink, parse_url
 from fleet_core.link.mqtt_connection import NO_RETAINED, SKIPPED_S, Session

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from cloud_server.figures.scores import Score
-from cloud_server.laboratory.advise import advise as advising
-from cloud_server.laboratory.advise.advice import baseline_facts, decide, federated, sentences, table, to_json
-from cloud_server.laboratory.advise.advise import Options, Outcome, fitting_plan, later_runs
+from cloud_server.laboratory.advise import short_comparison as advising
 from cloud_server.laboratory.advise.candidates import Candidate, candidates
+from cloud_server.laboratory.advise.recommendation import baseline_facts, decide, federated, sentences, table, to_json
 from cloud_server.laboratory.advise.recordings import Model, models_for, recordings
+from cloud_server.laboratory.advise.short_comparison import Options, Outcome, fitting_plan, later_runs
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.comparison import stat

@@ -1,5 +1,5 @@
-"""Host names: of this machine, and in the ``Host`` of an HTTP request, by which a web page may have been tricked into
-sending it (DNS rebinding)."""
+"""Host names: those of this machine, and the one in an HTTP request's ``Host``, which must be one of them (a web page
+elsewhere could point a name of its own at this machine: DNS rebinding)."""
 
 from __future__ import annotations
 

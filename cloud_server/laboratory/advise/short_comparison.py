@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from cloud_server.choices import codec_catalogue
 from cloud_server.choices.first_settings import toml_with_defaults
 from cloud_server.laboratory.advise import simple_baselines
-from cloud_server.laboratory.advise.advice import CODEC, Advice, baseline_facts, decide, federated, together
 from cloud_server.laboratory.advise.candidates import Candidate, candidates, label_of
+from cloud_server.laboratory.advise.recommendation import CODEC, Advice, baseline_facts, decide, federated, together
 from cloud_server.laboratory.advise.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.compare import finished_runs

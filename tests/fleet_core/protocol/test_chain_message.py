@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fleet_core.base.compression import compress
 from fleet_core.base.errors import MessageError
-from fleet_core.protocol import delta_chain
+from fleet_core.protocol import chain_message
+from fleet_core.protocol.chain_message import MAX_LINKS, Chain
 from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.delta_chain import MAX_LINKS, Chain
 from fleet_core.protocol.round_messages import ModelRef
 
 
@@ -62,7 +62,7 @@ def test_more_links_than_64_are_refused() -> None:
 
 
 def test_what_decompresses_to_more_than_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_chain, "MAX_CHAIN_BYTES", 10_000)
+    monkeypatch.setattr(chain_message, "MAX_CHAIN_BYTES", 10_000)
     with pytest.raises(MessageError):
         Chain.decode(compress(b" " * 1_000_000), model(1))
 
