@@ -50,8 +50,9 @@ class WaveFlash:
         try:
             names = [entry.name for entry in inventory.load(self._path)]
         except FleetError as error:
-            there = f"there is no {self._path}, which lists the devices with their addresses"
-            missing.append(f"{error if self._path.exists() else there}; 'metafleet console --inventory FILE' names another")
+            absent = f"there is no {self._path}, which lists the devices with their addresses"
+            why = error if self._path.exists() else absent
+            missing.append(f"{why}; 'metafleet console --inventory FILE' names another")
         return {"inventory": str(self._path), "devices": names, "missing": missing, "waves": WAVES,
                 "going": self.going}
 
