@@ -22,7 +22,8 @@ help:
 setup:
 	@$(PYTHON) scripts/prepare_venv.py
 
-demo: setup
+demo:
+	@$(PYTHON) scripts/prepare_venv.py demo
 	@$(BIN)/metafleet demo $(ARGS)
 
 test: setup
