@@ -5,7 +5,7 @@ BIN := .venv/bin
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 
-.PHONY: help setup demo test test-all test-bare tools lint api dist prove-arm64
+.PHONY: help setup demo test test-all test-bare tools lint docs api dist prove-arm64
 help:
 	@echo "make demo [ARGS='--devices 4']   broker, aggregator and agents on this machine, from nothing to a report"
 	@echo "make test [ARGS='-k ledger']     the tests that need no minutes; whatever needs a program that is missing is skipped"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-bare                   some of the tests where PATH has Python and coreutils alone"
 	@echo "make tools                       installs the programs that the tests need; asks first"
 	@echo "make lint                        ruff and mypy, the devices' packages for Python 3.10 as well"
+	@echo "make docs                        the documentation as a site into build/site; no network needed"
 	@echo "make api                         an API reference of all packages into build/api"
 	@echo "make dist                        wheel and sdist into dist/, and the wheel tried in a clean environment"
 	@echo "make prove-arm64 [ARGS='--only power-cut']   proofs on an emulated ARM64 board; Linux, root, an hour"
@@ -21,7 +22,8 @@ help:
 setup:
 	@$(PYTHON) scripts/prepare_venv.py
 
-demo: setup
+demo:
+	@$(PYTHON) scripts/prepare_venv.py demo
 	@$(BIN)/metafleet demo $(ARGS)
 
 test: setup
@@ -40,6 +42,9 @@ lint: setup
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/mypy --python-version 3.10 --no-warn-return-any fleet_core edge_agent
+
+docs: setup
+	@$(BIN)/python scripts/make_docs.py
 
 api: setup
 	@$(BIN)/pdoc --output-directory build/api metafleet fleet_core edge_agent cloud_server export firmware_profiles

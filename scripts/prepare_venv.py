@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ".venv"
 CONSTRAINTS = "requirements/constraints.txt"
 INPUTS = ("pyproject.toml", CONSTRAINTS, "scripts/prepare_venv.py")
-EXTRAS = "operator,dev"
+EXTRAS = {"all": "operator,dev", "demo": "operator"}
+"""What is installed for ``make demo``, which needs none of the tests' packages, and for all else."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 5
 MOSQUITTO_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")  # PATH may lack them
@@ -33,7 +34,7 @@ def main() -> int:
     if sys.version_info < OLDEST:
         return use_a_newer_python()
     try:
-        prepare(ROOT)
+        prepare(ROOT, "demo" if sys.argv[1:] == ["demo"] else "all")
     except (SetupError, subprocess.CalledProcessError) as error:
         say(f"error: {error if isinstance(error, SetupError) else failed(error)}")
         return 1
@@ -54,21 +55,23 @@ def use_a_newer_python() -> int:
     return 2
 
 
-def prepare(root: Path) -> None:
-    """A .venv under ``root`` that holds what INPUTS ask for; nothing is touched when it already does."""
+def prepare(root: Path, purpose: str = "all") -> None:
+    """A .venv under ``root`` that holds what INPUTS ask for; nothing is touched when it already does. purpose: a key of
+    EXTRAS; a .venv that holds all stays for the demo."""
     venv = root / VENV
     python, stamp, started = venv / "bin" / "python", venv / "setup.json", venv / "setup.started"
     wanted = {"python": "{}.{}".format(*sys.version_info[:2]), "root": str(root), "inputs": digest(root)}
     found = json.loads(stamp.read_text()) if stamp.is_file() else {}
     usable = not started.exists() and works(python, wanted["python"]) and found.get("root", str(root)) == str(root)
-    if usable and found == wanted:
+    extras = found.pop("extras", EXTRAS["all"])
+    if usable and found == wanted and extras in (EXTRAS[purpose], EXTRAS["all"]):
         return
     if not usable:
         create(venv)
     started.touch()
-    install(root, str(python))
+    install(root, str(python), EXTRAS[purpose])
     temporary = stamp.with_suffix(".new")
-    temporary.write_text(json.dumps(wanted))
+    temporary.write_text(json.dumps({**wanted, "extras": EXTRAS[purpose]}))
     os.replace(temporary, stamp)
     started.unlink()
     say(f"setup: {VENV} is ready")
@@ -99,12 +102,12 @@ def create(venv: Path) -> None:
         raise SetupError(f"no virtual environment can be made with {sys.executable}\n{hint}") from error
 
 
-def install(root: Path, python: str) -> None:
+def install(root: Path, python: str, extras: str) -> None:
     """torch first, because its source has to be chosen; then the project in place, with everything else."""
     constraints = "--constraint=" + str(root / CONSTRAINTS)
     install_torch(python, constraints)
-    say("setup: installing the project, with what its commands and its tests need")
-    run_pip(python, "--quiet", constraints, "--editable", f"{root}[{EXTRAS}]")
+    say("setup: installing the project, with what its commands" + " and its tests" * ("dev" in extras) + " need")
+    run_pip(python, "--quiet", constraints, "--editable", f"{root}[{extras}]")
 
 
 def install_torch(python: str, constraints: str) -> None:

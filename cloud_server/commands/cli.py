@@ -271,17 +271,25 @@ def report(
     battery_wh: BATTERY = None,
     against: Annotated[Path | None, typer.Option("--against", metavar="FLEET|DIR", help="Also compare with this run.")]
     = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --against: print what differs.")] = False,
 ) -> None:
     """Write one self-contained page: table, curves, bytes, joules, costs by device. It prints well, too."""
+    from cloud_server.reports import outcome, result
     from cloud_server.reports.html_report import render
     from cloud_server.results import outcome
     from fleet_core.base import storage
 
+    if as_json and against is None:
+        raise ConfigError("--json prints what differs from another run", where="report", expected="--against FLEET|DIR",
+                          hint="the whole result: result.json of a demo, or metafleet server status --json")
     pricing = costs.pricing(folder, tariff, per_month, battery_wh)
     found = outcome.of_run(folder)
     other = None if against is None else (against.resolve().name, outcome.of_run(against))
     text = render(found, title=f"Metafleet: {found['method']}", pricing=pricing, against=other)
     storage.write_atomic(out, text.encode())
+    if as_json and other is not None:
+        return terminal.show({"this": folder.resolve().name, "other": other[0], "report": str(out),
+                              **outcome.plain_differences(result.parse(found), result.parse(other[1]))})
     print(out)
     if not found["rounds"]:
         processes.say("no round has been closed yet")

@@ -5,6 +5,7 @@ Heavy modules are imported inside the commands.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -94,6 +95,7 @@ def _simulate(
     left = [run.name for run in runs if not Store(out / run.name).done]
     if not left and _is_same_experiment(experiment, runs, out, choices[2]):
         return folders, None
+    _needs_torch()
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.engine import Stopped
     from cloud_server.laboratory.run.run_progress import Progress
@@ -108,6 +110,12 @@ def _simulate(
         except RoundError as error:
             return folders, error
     return folders, None
+
+
+def _needs_torch() -> None:
+    """Raises ConfigError where it is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("'torch' is not installed", hint='pip install "metafleet[train]"')
 
 
 def _is_same_experiment(experiment: Experiment, runs: Sequence[Run], out: Path, device: str) -> bool:
@@ -143,6 +151,7 @@ def _checked_plan(
     experiment: Experiment, runs: Sequence[Run], out: Path, choices: tuple[str, int, str]
 ) -> dict[str, Any]:
     """The experiment and the state of its runs as plain JSON. Raises FleetError if it cannot be run."""
+    _needs_torch()
     from cloud_server.laboratory.plan import workload as workloads
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.device_work import device_of
@@ -228,6 +237,7 @@ def advise(
     as_json: JSON = False,
 ) -> None:
     """Recommend a method, model and codec for these recordings, from a short comparison on them."""
+    _needs_torch()
     from cloud_server.choices import codec_catalogue
     from cloud_server.laboratory.advise import recommendation
     from cloud_server.laboratory.advise import short_comparison as advising

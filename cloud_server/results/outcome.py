@@ -114,10 +114,28 @@ def _figures(run: Result) -> Iterator[tuple[str, tuple[float | None, Callable[[f
     yield "duration of the rounds", (sum(took) if took else None, seconds_text)
 
 
+def plain_differences(here: Result, there: Result) -> dict[str, Any]:
+    """Both as plain JSON; a figure or setting that a run lacks has no key."""
+    figures = [{"what": one.what, **_present(one.here, one.there)} for one in differences(here, there)]
+    settings = [{"setting": key, **_present(ours, theirs)} for key, ours, theirs in _settings(here, there)]
+    return {"figures": figures, "settings": settings}
+
+
+def _present(here: Any, there: Any) -> dict[str, Any]:
+    return {key: value for key, value in (("this", here), ("other", there)) if value is not None}
+
+
 def changed_settings(here: Result, there: Result) -> list[tuple[str, str, str]]:
     """(setting, here, there) of settings that differ, method and seed among them."""
+    def shown(value: Any) -> str:
+        return ABSENT if value is None else str(value)
+
+    return [(key, shown(ours), shown(theirs)) for key, ours, theirs in _settings(here, there)]
+
+
+def _settings(here: Result, there: Result) -> list[tuple[str, Any, Any]]:
     ours, theirs = ({"method": run.method, "seed": run.seed, **_flat(run.config)} for run in (here, there))
-    return [(key, str(ours.get(key, ABSENT)), str(theirs.get(key, ABSENT))) for key in sorted(ours.keys() | theirs)
+    return [(key, ours.get(key), theirs.get(key)) for key in sorted(ours.keys() | theirs)
             if ours.get(key) != theirs.get(key)]
 
 

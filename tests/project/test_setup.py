@@ -68,11 +68,11 @@ class Checkout:
         cases = "".join(f'  *"{part}"*) echo "no" >&2; exit 1;;\n' for part in failing)
         (self.root / "verdict").write_text(f'case "$*" in\n{cases}esac\n')
 
-    def prepare(self) -> list[str]:
+    def prepare(self, purpose: str = "all") -> list[str]:
         """The installations that preparing requested."""
         log = self.root / "log"
         log.unlink(missing_ok=True)
-        self.script.prepare(self.root)
+        self.script.prepare(self.root, purpose)
         return self.installs()
 
     def installs(self) -> list[str]:
@@ -92,6 +92,16 @@ def test_a_checkout_is_prepared_once(checkout: Checkout) -> None:
     assert "operator,dev" in install
     assert "--constraint=" in install
     assert checkout.prepare() == []
+    assert checkout.created == 1
+
+
+def test_the_demo_gets_no_packages_of_the_tests_and_they_come_when_they_are_needed(checkout: Checkout) -> None:
+    (install,) = checkout.prepare("demo")
+    assert install.endswith("[operator]")
+    assert checkout.prepare("demo") == []
+    (install,) = checkout.prepare()
+    assert install.endswith("[operator,dev]")
+    assert checkout.prepare("demo") == checkout.prepare() == []
     assert checkout.created == 1
 
 

@@ -243,6 +243,11 @@ def test_a_fleets_report_is_one_page(run: Run, place: Path) -> None:
     assert page.read_text().startswith("<!")
     assert run("metafleet", "report", place / "fleet", "--out", page, "--against", place / "fleet").code == 0
     assert "Against fleet" in page.read_text()
+    found = json.loads(run("metafleet", "report", place / "fleet", "--out", page, "--against", place / "fleet",
+                           "--json").out)
+    assert (found["this"], found["other"], found["settings"]) == ("fleet", "fleet", [])
+    assert all(one["this"] == one["other"] for one in found["figures"])
+    assert run("metafleet", "report", place / "fleet", "--out", page, "--json").code == 2
 
 
 def test_samples_that_were_added_count_at_once(run: Run, place: Path) -> None:

@@ -154,6 +154,11 @@ def test_a_report_against_another_run_tells_what_changed(ledger: Ledger) -> None
     assert "operations" not in rows
     changed = outcome.changed_settings(result.parse(here), result.parse(there))
     assert changed == [("note", "<b>&", "other"), ("only", formatting.ABSENT, "1"), ("seed", "0", "1")]
+    plain = outcome.plain_differences(result.parse(here), result.parse(there))
+    figures = {one["what"]: one for one in plain["figures"]}
+    assert figures["rounds"] == {"what": "rounds", "this": 7, "other": 5}
+    assert "other" not in figures["wire bytes up"]
+    assert {"setting": "only", "other": 1} in plain["settings"]
     same = Page(render(here, title="Hearts", against=("c", here)))
     assert "The settings are the same." in same.text
 

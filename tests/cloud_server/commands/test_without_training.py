@@ -1,0 +1,66 @@
+"""``metafleet[aggregator]``: what an operator's machine without torch can do, and what it says it cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.console.made_fleet import MadeFleet
+from cloud_server.commands.doctor import EXTRAS
+
+pytestmark = pytest.mark.slow
+WITHOUT = ("import sys; sys.modules.update(torch=None, onnx=None, onnxscript=None); "
+           "from cloud_server.commands.start import main; main()")
+
+
+def metafleet(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", WITHOUT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = MadeFleet(tmp_path_factory.mktemp("bare") / "fleet", devices=5, closed=3, rounds=6)
+    made.ledger.close()
+    return made.folder
+
+
+@pytest.mark.parametrize("arguments", [
+    ["server", "status", "FLEET", "--json"], ["server", "rounds", "FLEET", "--explain"], ["server", "pause", "FLEET"],
+    ["devices", "show", "FLEET", "attic-01"], ["report", "FLEET", "--out", "TO/report.html"],
+    ["compare", "FLEET", "--out", "TO/compared"], ["costs", "FLEET"], ["methods"],
+], ids=" ".join)
+def test_a_fleet_that_was_made_is_run_without_torch(arguments: list[str], fleet: Path, tmp_path: Path) -> None:
+    done = metafleet(*(one.replace("FLEET", str(fleet)).replace("TO", str(tmp_path)) for one in arguments))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_console_and_the_aggregator_load_no_torch() -> None:
+    code = ("import sys; sys.modules.update(torch=None, onnx=None, onnxscript=None); "
+            "import cloud_server.console.serve, cloud_server.running.aggregator_process, "
+            "cloud_server.devices.flash_in_waves")
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [
+    ["init", "TO/made", "--data", "heartbeat"], ["simulate", "TO/experiment.toml", "--out", "TO/runs"],
+    ["advise", "heartbeat", "--out", "TO/advice"],
+], ids=lambda one: one[0])
+def test_what_needs_torch_says_so(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "experiment.toml").write_text('seeds = [0]\n[data]\nset = "heartbeat"\n[model]\nname = "cnn1d"\n'
+                                              '[budget]\nrounds = 1\n[[method]]\nname = "fedavg"\n')
+    done = metafleet(*(one.replace("TO", str(tmp_path)) for one in arguments))
+    assert done.returncode == 2, done.stderr
+    assert "is not installed" in done.stderr
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_doctor_says_what_is_missing_for_which_command() -> None:
+    said = metafleet("doctor", "--json").stdout
+    for extra in ("train", "export"):
+        assert EXTRAS[extra][1] in said
+        assert f"metafleet[{extra}]" in said
