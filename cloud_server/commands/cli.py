@@ -274,9 +274,8 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="With --against: print what differs.")] = False,
 ) -> None:
     """Write one self-contained page: table, curves, bytes, joules, costs by device. It prints well, too."""
-    from cloud_server.reports import outcome, result
     from cloud_server.reports.html_report import render
-    from cloud_server.results import outcome
+    from cloud_server.results import outcome, result
     from fleet_core.base import storage
 
     if as_json and against is None:

@@ -42,6 +42,7 @@ EXAMPLES = {
     "devices revoke": "metafleet devices revoke greenhouse pi-07",
     "datasets fetch": "metafleet datasets fetch har",
     "profiles show": "metafleet profiles show raspberry-pi-4b",
+    "programs sbom": "metafleet programs sbom 0.1.0-3fa9c1d2e0",
     "programs clear": "metafleet programs clear",
     "bundle verify": "metafleet bundle verify greenhouse.bundle",
 }

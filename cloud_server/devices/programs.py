@@ -1,15 +1,15 @@
-"""``metafleet programs``: lists and clears the agent programs that flashing keeps in the user's cache folder."""
+"""``metafleet programs``: lists, shows and clears the agent programs that flashing keeps in the user's cache folder."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cloud_server.devices.devices import JSON
 from cloud_server.figures.formatting import bytes_text
 from fleet_core.base import processes, schema, terminal
-from fleet_core.base.errors import FlashError
+from fleet_core.base.errors import ConfigError, FlashError
 
 if TYPE_CHECKING:
     from firmware_profiles.package.program_cache import Cache
@@ -42,6 +42,20 @@ def clear(as_json: JSON = False) -> None:
     if as_json:
         return terminal.show([schema.plain(one) for one in deleted])
     print(f"{len(deleted)} deleted, {bytes_text(sum(one.size_bytes for one in deleted))}")
+
+
+@programs_app.command("sbom")
+def show_bill(version: Annotated[str, typer.Argument(help="As 'metafleet programs' lists it.")]) -> None:
+    """Print a program's bill of materials: CycloneDX, JSON. Flashed devices have it as sbom.cdx.json."""
+    from firmware_profiles.package import program
+
+    kept = [one.version for one in _cache().entries()]
+    if version not in kept:
+        near = schema.suggest(version, kept)
+        raise ConfigError(f"no program '{version[:80]}' is kept" + (f" (did you mean '{near}'?)" if near else ""),
+                          hint="metafleet programs")
+    path = next(path for path in sorted(program.cache_folder().glob("*.tar.gz")) if path.name.startswith(f"{version}-"))
+    print(program.bill_of(path), end="")
 
 
 def _cache() -> Cache:

@@ -159,15 +159,23 @@ def serve(
             say = disk_errors.undisturbed(log if quiet else view.say)
             new_coordinator = partial(_coordinator, fleet, ledger, url, say, access_changed)
             aggregator = Aggregator(new_coordinator, ledger, fleet.folder / "state", log=say)
-            audit_log.done(fleet.folder, "start server", text=url)
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
                 aggregator.keep_room()
-                with _alerting(fleet, aggregator, say) as tell:
+                with _alerting(fleet, aggregator, say) as tell, _audited(fleet, url):
                     _step_until_stopped(aggregator, None if quiet else view, stopped, on_step, until_done, say, tell)
             finally:
                 aggregator.close()
-                audit_log.done(fleet.folder, "stop server")
+
+
+@contextlib.contextmanager
+def _audited(fleet: Fleet, url: str) -> Iterator[None]:
+    """Records that the aggregator begins and ends."""
+    audit_log.done(fleet.folder, "start server", text=url)
+    try:
+        yield
+    finally:
+        audit_log.done(fleet.folder, "stop server")
 
 
 def _coordinator(

@@ -7,10 +7,12 @@ uv picks the wheels for the board's Python and architecture and unpacks them her
     0.1.0-3fa9c1d2e0/bin/pause          makes the unit wait between two starts
     0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
     0.1.0-3fa9c1d2e0/manifest.json      its distributions, with licences and sizes
+    0.1.0-3fa9c1d2e0/sbom.cdx.json      the same as a bill of materials (CycloneDX)
 
 Wheels of the user, with a model or a method, are unpacked with the others. Without them and without torch, packages
 that nothing on a device imports are left out (``left_out.txt``). The archive is cached (``program_cache``) under a hash
-of the request: agent, wheels, pins, Python and architecture.
+of the request: agent, wheels, pins, Python and architecture. The same wheels give the same bytes, on every machine with
+the same zlib: no time, path, user or umask of the machine gets in.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firmware_profiles.package import agent_wheel
+from firmware_profiles.package import agent_wheel, own_wheels, sbom
 from firmware_profiles.package.agent_wheel import Wheel
 from firmware_profiles.package.board_needs import Machine
 from firmware_profiles.package.program_cache import MAKING, Cache
@@ -41,9 +43,10 @@ from fleet_core import __version__
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, FlashError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MTIME = 315532800  # 1 January 1980, for every file: the same program, the same bytes
+MOST_BILL_BYTES = 1 << 24
 ORIGIN_FILES = ("direct_url.json", "uv_cache.json", "uv_build.json")
 UNNEEDED = ("bin", "share", "isympy.py", ".lock")
 START = """#!/bin/sh
@@ -160,15 +163,18 @@ def _make(
     content = [wheel.digest, *sorted(own.values()), SCRIPTS, [schema.plain(p) for p in parts]]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     version = f"{__version__}-{digest[:10]}"
-    about = {"version": version, "python": machine.python, "arch": machine.arch, "built_from": wheel.source}
+    about = {"version": version, "python": machine.python, "arch": machine.arch}
     manifest = json.dumps({"format": FORMAT, **about, "parts": schema.plain(parts)}, indent=1).encode()
     (folder / MANIFEST).write_bytes(manifest)
+    bill = sbom.text(version, parts, [own_wheels.package(path) for path in own], MTIME)
+    (folder / sbom.FILE).write_text(bill, encoding="utf-8")
     (folder / "bin").mkdir()
     for name, text in SCRIPTS.items():
         (folder / name).write_text(text)
     packed = folder / "program.tar.gz"
     installed = _pack(folder, version, packed)
     sha256, size = sha256_of(packed), packed.stat().st_size
+    about["built_from"] = wheel.source  # a path of this machine, which is not in the archive
     facts = {**about, "file": f"{version}-{machine.arch}-cp{machine.python.replace('.', '')}.tar.gz", "sha256": sha256,
              "size_bytes": size, "installed_bytes": installed, "parts": schema.plain(parts)}
     path = cache.add(key, packed, facts)
@@ -241,7 +247,7 @@ def _licence(metadata: Any) -> str:
     """From the newest field of the core metadata that is present; long texts are cut to their first line."""
     classifiers = metadata.get_all("Classifier", [])
     classified = [line.split(" :: ")[-1] for line in classifiers if line.startswith("License ::")]
-    text = metadata["License-Expression"] or ", ".join(classified) or metadata["License"] or "not told"
+    text = metadata["License-Expression"] or ", ".join(classified) or metadata["License"] or sbom.NOT_TOLD
     return str(text).strip().splitlines()[0][:60]
 
 
@@ -249,9 +255,9 @@ def _licence(metadata: Any) -> str:
 
 
 def _pack(folder: Path, version: str, path: Path) -> int:
-    """Archives ``bin``, ``lib`` and the manifest of ``folder`` under ``version``/; returns the size of these files in
-    bytes."""
-    names = (MANIFEST, *SCRIPTS)
+    """Archives ``bin``, ``lib``, the manifest and the bill of materials of ``folder`` under ``version``/; returns the
+    size of these files in bytes."""
+    names = (MANIFEST, sbom.FILE, *SCRIPTS)
     files = [folder / name for name in names] + sorted(p for p in (folder / "lib").rglob("*") if p.is_file())
     total = 0
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed, \
@@ -269,6 +275,21 @@ def _pack(folder: Path, version: str, path: Path) -> int:
         raw.flush()
         os.fsync(raw.fileno())
     return total
+
+
+def bill_of(path: Path) -> str:
+    """The bill of materials in a program's archive. Raises FlashError if it has none."""
+    try:
+        with tarfile.open(path) as archive:
+            for entry in archive:
+                if entry.name.partition("/")[2] == sbom.FILE and entry.size <= MOST_BILL_BYTES:
+                    content = archive.extractfile(entry)
+                    assert content is not None
+                    return content.read().decode()
+    except (OSError, EOFError, tarfile.TarError, UnicodeDecodeError) as error:
+        raise FlashError(f"cannot be read: {error}", where=str(path), hint="metafleet programs clear") from error
+    raise FlashError("has no bill of materials: an older version made it", where=str(path),
+                     hint="metafleet programs clear, and flash again")
 
 
 def listing(program: Program) -> list[tuple[str, str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import gzip
 import hashlib
 import json
 import os
@@ -13,11 +14,12 @@ import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from cyclonedx.model.bom import Bom
 
-from firmware_profiles.package import agent_wheel, device_package, program, systemd_unit
+from firmware_profiles.package import agent_wheel, device_package, program, sbom, systemd_unit
 from firmware_profiles.package.board_needs import Machine
 from fleet_core import __version__
 from fleet_core.base.errors import ConfigError, FlashError
@@ -77,7 +79,39 @@ def test_it_says_what_the_agent_was_built_from_and_its_licences(made):
     assert made.built_from == agent_wheel._source()
     assert ("onnxruntime", "1.23.2", "MIT", "0.0") in program.listing(made)
     result = json.loads(content(made, "manifest.json"))
-    assert (result["version"], result["python"], result["built_from"]) == (made.version, "3.13", made.built_from)
+    assert (result["version"], result["python"]) == (made.version, "3.13")
+    assert "built_from" not in result, "a path of this machine"
+
+
+def test_it_has_a_bill_of_materials_with_every_distribution(tmp_path, cache, index, made):
+    bom = cast("Any", Bom).from_json(json.loads(content(made, sbom.FILE)))
+    assert {(one.name, one.version) for one in bom.components} == {(part.name, part.version) for part in made.parts}
+    assert {one.name for one in bom.components if one.purl is None} == {"metafleet"}
+    runtime = next(one for one in bom.components if one.name == "onnxruntime")
+    assert str(runtime.purl) == "pkg:pypi/onnxruntime@1.23.2"
+    assert [one.id for one in runtime.licenses] == ["MIT"]
+    assert json.loads(program.bill_of(made.path)) == json.loads(content(made, sbom.FILE))
+    mine = program.make(PI, [wheels.wheel(tmp_path, "my_lab", "1.0")], cache=cache, say=lambda line: None, index=index)
+    assert {one["name"] for one in json.loads(program.bill_of(mine.path))["components"] if "purl" not in one} == {
+        "metafleet", "my_lab"}
+
+
+def test_the_same_wheels_give_the_same_bytes_whoever_builds_where_and_when(tmp_path, index, made, monkeypatch):
+    elsewhere = tmp_path / "another folder"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("LANG", "C")
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    monkeypatch.setattr(agent_wheel, "_source", lambda: "the source in another folder")
+    before = os.umask(0o077)
+    try:
+        again = program.make(PI, cache=elsewhere / "cache", say=lambda line: None, index=index)
+    finally:
+        os.umask(before)
+    assert again.built_from != made.built_from
+    assert again.path.read_bytes() == made.path.read_bytes()
+    assert str(tmp_path).encode() not in gzip.decompress(made.path.read_bytes())
 
 
 def test_torch_is_included_only_if_the_board_trains_and_as_pinned(cache, index, made):
