@@ -63,12 +63,7 @@ def minutes(folder: Path) -> dict[str, Any]:
     steps["install for the demo"] = timed([python, "scripts/prepare_venv.py", "demo"], here, environ)
     steps[f"metafleet {' '.join(DEMO)}"] = timed([str(here / ".venv/bin/metafleet"), *DEMO], here, environ)
     installed = sum(file.stat().st_size for file in (here / ".venv").rglob("*") if file.is_file())
-    return {"seconds": steps, "installed_bytes": installed, "checkout_bytes": _size(here, without=".venv")}
-
-
-def _size(folder: Path, without: str) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and without not in file.parts
-               and ".git" not in file.parts)
+    return {"seconds": steps, "installed_bytes": installed, "load": [round(one, 1) for one in os.getloadavg()]}
 
 
 def downloads(extras: str, folder: Path) -> dict[str, Any]:
@@ -82,23 +77,27 @@ def downloads(extras: str, folder: Path) -> dict[str, Any]:
     return {"extras": extras, "files": len(files), "bytes": sum(files.values()), "largest": dict(largest)}
 
 
+def note(part: str, found: Mapping[str, Any]) -> None:
+    """Puts what was found into the result; the other parts stay."""
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    kept = {**result.get(part, {}), **found}
+    machine = {"python": platform.python_version(), "system": platform.system(), "processor": platform.machine(),
+               "cores": os.cpu_count()}
+    storage.write_json(RESULT, {**result, part: kept, "machine": machine})
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     arguments.add_argument("--only", choices=("minutes", "downloads"), help="one of the two; the other stays")
     only = arguments.parse_args().only
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    result["machine"] = {"python": platform.python_version(), "system": platform.system(),
-                         "processor": platform.machine(), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory(prefix="first-") as name:
         if only != "minutes":
             for way, extras in WAYS.items():
                 folder = Path(name) / way.replace(" ", "-")
-                result.setdefault("downloads", {})[way] = downloads(extras, folder)
+                note("downloads", {way: downloads(extras, folder)})
                 shutil.rmtree(folder)
-                storage.write_json(RESULT, result)
         if only != "downloads":
-            result["minutes"] = minutes(Path(name))
-    storage.write_json(RESULT, result)
+            note("minutes", minutes(Path(name)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 import sys
@@ -131,3 +132,15 @@ def test_the_recording_of_the_demo_is_drawn_from_what_was_recorded() -> None:
     last = "".join(text for line in list(record.frames(events))[-1][1] for text, _, _ in line)
     assert "PFLDyn-Proto" in last
     assert "report.html" in last
+
+
+def test_the_page_of_the_first_minutes_has_the_downloads_that_were_counted() -> None:
+    page = (ROOT / "docs" / "first-ten-minutes.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "benchmarks/first_minutes/result.json").read_text(encoding="utf-8"))
+    counted, minutes = result["downloads"], result["minutes"]
+    seconds = re.findall(r"^\| [^|]+ \| (\d+\.\d) \|$", page, re.MULTILINE)
+    assert sorted(map(float, seconds)) == sorted(minutes["seconds"].values())
+    assert f"{minutes['installed_bytes'] / 1e9:.2f} GB" in page
+    rows = re.findall(r"^\| (an? [\w, ]+) \| .* \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert {who: (int(count), int(size)) for who, count, size in rows} == {
+        who: (found["files"], round(found["bytes"] / 1e6)) for who, found in counted.items()}

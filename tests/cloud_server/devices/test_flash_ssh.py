@@ -130,6 +130,7 @@ def test_the_consoles_waves_flash_a_device_and_halt_at_one_that_fails_or_is_not_
     assert f"{__version__}-aaa runs" in found["w/0"]["stage"]
     assert "1 of 3 devices run it; 1 failed: nowhere: " in found["flash"]["text"]
     assert "halted, because more than 0 had failed: 1 were not begun" in found["flash"]["text"]
+    (desk / "other").mkdir()
     lab_fleet(desk / "other")
     waves = WaveFlash(desk / "other/lab", path, Choices(board.config, fleet=desk / "other/lab"))
     waves.begin("1", 0, lambda: audit_log.recorded(desk / "other/lab", "me", "flash"))
