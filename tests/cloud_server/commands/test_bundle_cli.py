@@ -188,7 +188,8 @@ def test_a_bundle_that_fails_the_gate_is_not_written(
     if fails == "with torch":
         monkeypatch.setattr(torch_gate, "check", refuse)
     else:
-        broken = replace(made, graph=replace(made.graph, golden=golden))
+        manifest = replace(made.manifest, key=(fleet / "fleet.pub").read_text().strip())
+        broken = replace(made, manifest=manifest, graph=replace(made.graph, golden=golden))
         monkeypatch.setattr(bundle_cli, "_export_bundle", lambda *asked: broken)
     code, out, err = run("export", fleet, "--to", tmp_path / "b")
     complaint = "differs from torch" if fails == "with torch" else "does not give its golden outputs"
