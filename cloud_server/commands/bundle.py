@@ -20,7 +20,9 @@ from fleet_core.base.errors import BundleError, ConfigError, installed
 from fleet_core.base.processes import typed
 
 if TYPE_CHECKING:
+    from cloud_server.records.fleet_folder import Fleet
     from fleet_core.personalization.bundle_format import Bundle
+    from fleet_core.protocol.signing import Signer
 
 bundle_app = typer.Typer(help="Bundles: a served model with everything a device needs.", no_args_is_help=True)
 EXTRA = 'pip install "metafleet[export]"'
@@ -36,6 +38,8 @@ def export(
     as_json: JSON = False,
 ) -> None:
     """Write a served model as a bundle: a device installs it and answers with it, without torch or a broker."""
+    from cloud_server.identity import audit_log
+    from cloud_server.records.read_served_model import place_of
     from fleet_core.personalization import device_bundle
     from fleet_core.personalization.bundle_format import STORED
 
@@ -43,13 +47,11 @@ def export(
         raise ConfigError(f"unknown --stored '{stored}'", expected=" or ".join(STORED))
     device_bundle.refuse_existing(to)
     started = time.monotonic()
-    bundle = _export_bundle(source, stored, int8)
+    bundle, (fleet, _) = _export_bundle(source, stored, int8), place_of(source)
     checks: list[dict[str, Any]] = []
-    device_bundle.write(to, bundle, check=lambda written: checks.append(_check_without_torch(written)))
-    if (source / "fleet.toml").exists():
-        from cloud_server.identity import audit_log
-
-        audit_log.done(source, "export", text=str(to))
+    device_bundle.write(to, bundle, check=lambda written: checks.append(_check_without_torch(written)),
+                        signer=_signer(fleet))
+    audit_log.done(fleet.folder, "export", text=str(to))
     facts = {**_facts(device_bundle.read(to)), **checks[0], "seconds": round(time.monotonic() - started, 1)}
     if as_json:
         return terminal.show(facts)
@@ -72,6 +74,8 @@ def verify(
     print(f"{path}: sound; {_summary(facts)}")
     torch = "compared with torch" if facts["torch"] else f"not compared with torch, which is not here ({EXTRA})"
     print(f"golden outputs under onnxruntime {facts['onnxruntime']}; {torch}")
+    key = bundle.manifest.key
+    print(f"signed by the fleet's key {key[:16]}…" if bundle.signed else "not signed: devices take it with --unsigned")
 
 
 def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
@@ -92,6 +96,14 @@ def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
     calibration = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
                                                          shape=spec.shape)
     return whole(served, graph, stored=stored, data=calibration, say=processes.say)
+
+
+def _signer(fleet: Fleet) -> Signer | None:
+    """With the fleet's key; None, and said, where that is not here. Raises StateError for one that is damaged."""
+    if (fleet.folder / "fleet.key").exists():
+        return fleet.signer()
+    processes.say("not signed, for fleet.key is not here: devices take it with --unsigned")
+    return None
 
 
 def _check_without_torch(bundle: Path) -> dict[str, Any]:
@@ -121,7 +133,8 @@ def _facts(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest
     return {
         "fleet": manifest.fleet, "method": manifest.method.name, "round": manifest.model.round,
-        "model": manifest.model.id, "family": manifest.layout.model, "stored": manifest.model.stored,
+        "model": manifest.model.id, "signed": bundle.signed, "family": manifest.layout.model,
+        "stored": manifest.model.stored,
         "classes": list(manifest.layout.classes), "adaptation": schema.plain(manifest.adaptation),
         "int8_cost": schema.plain(manifest.int8), "min_onnxruntime": manifest.graph.min_onnxruntime,
         "bytes": {name: info.size for name, info in sorted(manifest.files.items())},

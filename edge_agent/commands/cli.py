@@ -66,6 +66,7 @@ def _local(root: Parser) -> None:
     one.add_argument("bundle", metavar="BUNDLE", type=Path, help="a folder or one file of 'metafleet export'")
     home(one)
     one.add_argument("--name", help="name of a new device; default: the folder's")
+    one.add_argument("--unsigned", action="store_true", help="take a bundle that no fleet's key has signed")
     json(one)
     one = root.command("personalize", "Personalize the served model on this device's samples; needs no aggregator or "
                        "torch.", personalize)
@@ -143,7 +144,7 @@ def status(given: Namespace) -> None:
 def install(given: Namespace) -> None:
     from edge_agent.commands import install as installing
 
-    installing.command(given.bundle, given.home, given.name, given.as_json)
+    installing.command(given.bundle, given.home, given.name, given.as_json, unsigned=given.unsigned)
 
 
 def personalize(given: Namespace) -> None:

@@ -1,4 +1,5 @@
-"""``edge-agent install``: checks a bundle as at export, without torch; then the device answers without a broker.
+"""``edge-agent install``: checks a bundle's signature, then all of it as at export, without torch; then the device
+answers without a broker.
 
 Everything is read and checked before anything is written. The graph and the weights are on the disk before the pointer
 to the slot that answers is switched (``slots``). It is switched back if the device's held-back samples are answered
@@ -28,7 +29,7 @@ from fleet_core.board.device_settings import NAME, Settings, settings_of
 from fleet_core.model import graph_bundle
 from fleet_core.model.payloads import identity
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.bundle_format import Bundle
+from fleet_core.personalization.bundle_format import Bundle, Manifest
 from fleet_core.protocol.chunks import Blob
 
 CHUNK = 1 << 20
@@ -47,16 +48,17 @@ class Installed:
     after: float | None
 
 
-def install(path: Path, home: Path, name: str | None = None) -> Installed:
+def install(path: Path, home: Path, name: str | None = None, *, unsigned: bool = False) -> Installed:
     """The device in the folder ``home`` answers with the bundle at ``path`` from now on. name: of a new device;
-    default: the folder's.
+    default: the folder's. unsigned: take one without a signature. A device of a fleet takes what that fleet's key has
+    signed; a new device trusts the key that the bundle names.
 
     Raises BundleError if the check fails, ConfigError if the folder belongs to another fleet; nothing is written then.
     Raises StateError if an agent runs there, or if the answers got worse: the model before goes on.
     """
-    bundle = device_bundle.read(path)
+    bundle = device_bundle.read(path, signed=not unsigned, accept=lambda manifest: _settings(manifest, home, name))
     passed = bundle_check.check(bundle)
-    settings = _settings(bundle, home, name)
+    settings = _settings(bundle.manifest, home, name)
     with _agent_lock(home):
         if not (home / "device.toml").exists():
             device = {"name": settings.device.name, "fleet": settings.device.fleet, "key": settings.device.key}
@@ -64,13 +66,12 @@ def install(path: Path, home: Path, name: str | None = None) -> Installed:
         return _switched(bundle, passed, home, settings)
 
 
-def _settings(bundle: Bundle, home: Path, name: str | None) -> Settings:
+def _settings(manifest: Manifest, home: Path, name: str | None) -> Settings:
     """Those of the device in ``home``, or of a new device. Raises ConfigError."""
-    manifest = bundle.manifest
     if (home / "fleet.toml").exists():
         raise ConfigError("is a fleet's own folder", where=str(home), hint="take an empty one")
     if not (home / "device.toml").exists():
-        return _new_device(bundle, name or home.resolve().name)
+        return _new_device(manifest, name or home.resolve().name)
     settings = settings_of(home)
     device = settings.device
     if (device.fleet, device.key) != (manifest.fleet, manifest.key):
@@ -81,10 +82,10 @@ def _settings(bundle: Bundle, home: Path, name: str | None) -> Settings:
     return settings
 
 
-def _new_device(bundle: Bundle, name: str) -> Settings:
+def _new_device(manifest: Manifest, name: str) -> Settings:
     if not re.fullmatch(NAME, name):
         raise ConfigError(f"'{name[:80]}' is no name for a device", expected=NAME, hint="--name")
-    table = {"name": name, "fleet": bundle.manifest.fleet, "key": bundle.manifest.key}
+    table = {"name": name, "fleet": manifest.fleet, "key": manifest.key}
     settings, problems = schema.read(Settings, {"device": table})
     if settings is None:
         raise ConfigError("; ".join(map(str, problems)))
@@ -168,13 +169,13 @@ def _why_worse(before: tuple[int, float] | None, after: tuple[int, float] | None
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def command(path: Path, home: Path, name: str | None, as_json: bool) -> None:
+def command(path: Path, home: Path, name: str | None, as_json: bool, *, unsigned: bool = False) -> None:
     """Installs the bundle and prints the result."""
-    done = install(path, home, name)
+    done = install(path, home, name, unsigned=unsigned)
     manifest, personalized = done.bundle.manifest, done.personalized
     facts = {
         "fleet": manifest.fleet, "method": manifest.method.name, "round": manifest.model.round,
-        "model": manifest.model.id, "passed": schema.plain(done.passed),
+        "model": manifest.model.id, "signed": done.bundle.signed, "passed": schema.plain(done.passed),
         "personalized": None if personalized is None else schema.plain(personalized), "left": done.left,
         "held_back": {"before": done.before, "after": done.after},
     }  # fmt: skip

@@ -122,7 +122,7 @@ def _metrics(settings: Settings, agent: Agent, log: Callable[[str], None]) -> It
         return
     from edge_agent.http import metrics
 
-    server = metrics.start(settings.metrics, lambda: figures_of(agent), log)
+    server = metrics.start(settings.metrics, lambda: figures_of(agent), log, agent.home.folder)
     try:
         yield
     finally:

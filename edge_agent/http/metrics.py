@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from edge_agent.device.process_usage import ProcessUsage
+from edge_agent.http.access import Access
 from edge_agent.http.http_messages import Refused, Request, Response, as_error
 from edge_agent.http.http_server import HttpServer, Limits
 from fleet_core.board.device_settings import Metrics
+from fleet_core.link.bearer_token import token_in
 from fleet_core.link.host_names import is_ours, of_this_machine
 from fleet_core.protocol.device_messages import Energy, Traffic
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LIMITS = Limits(connections=8, body_bytes=0, bodies_bytes=0)
+OPEN = Access()
 PHASES = ("idle", "train", "upload", "refused", "failed")
 Sample = tuple[Mapping[str, str], float | None]
 
@@ -107,16 +111,21 @@ def _escaped(content: str) -> str:
 
 class MetricsPage:
     """figures: called at each scrape, in a thread of its own. names: host names by which a scraper may reach the
-    device, beside ``localhost`` and any address."""
+    device, beside ``localhost`` and any address. access: what a scraper has to show."""
 
-    def __init__(self, figures: Callable[[], Figures], names: Iterable[str] = ()):
+    def __init__(self, figures: Callable[[], Figures], names: Iterable[str] = (), access: Access = OPEN):
         self._figures, self._names = figures, {"localhost", *(name.lower() for name in names)}
+        self._access = access
 
     def answer(self, request: Request) -> Response:
         head = request.head
         if not is_ours(head.headers.get("host", "localhost"), self._names):
             return as_error(Refused(421, f"this device is not reached by the name '{head.headers['host'][:100]}'; "
                                          "[metrics] names in device.toml allows names"))
+        try:
+            self._access.check(head)
+        except Refused as refused:
+            return as_error(refused)
         if head.path != "/metrics":
             return as_error(Refused(404, "there is only /metrics here"))
         if head.method not in ("GET", "HEAD"):
@@ -125,9 +134,11 @@ class MetricsPage:
         return Response(200, text(self._figures()).encode(), {"Content-Type": CONTENT_TYPE})
 
 
-def start(settings: Metrics, figures: Callable[[], Figures], log: Callable[[str], None]) -> HttpServer:
-    """Starts a server of the page. Raises LinkError if it cannot listen."""
-    page = MetricsPage(figures, of_this_machine(*settings.names))
+def start(settings: Metrics, figures: Callable[[], Figures], log: Callable[[str], None], home: Path) -> HttpServer:
+    """Starts a server of the page. home: the device's, for its token. Raises LinkError if it cannot listen, ConfigError
+    and StateError for its token."""
+    access = OPEN if settings.token is None else Access(token_in(home / settings.token))
+    page = MetricsPage(figures, of_this_machine(*settings.names), access)
     server = HttpServer(page.answer, settings.host, settings.port, limits=LIMITS, log=log).start()
     log(f"metrics at {server.url}/metrics")
     return server

@@ -137,11 +137,13 @@ class Serve:
 
 @dataclass(frozen=True)
 class Metrics:
-    """host, port: where ``edge-agent run`` answers Prometheus; port 0: not at all. names: as ``Serve.names``."""
+    """host, port: where ``edge-agent run`` answers Prometheus; port 0: not at all. names: as ``Serve.names``. token: a
+    file relative to the device's home, with the token that a scraper has to show; made if it is missing."""
 
     host: str = field(default="127.0.0.1", metadata={"max_length": 255})
     port: int = field(default=0, metadata={"min": 0, "max": 65535})
     names: tuple[str, ...] = field(default=(), metadata={"max_length": 32})
+    token: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The bundle that a device installs: its files, their limits, and its manifest.
 
-    manifest.json             describes the bundle; lists size and sha256 of every other file
+    manifest.json             describes the bundle; lists size and sha256 of every other file but the next
+    manifest.sig              the signature of the manifest by the fleet's key, which the manifest names
     weights.safetensors       the served model and the initial values of groups that a device keeps, as ``group/name``
     rates.safetensors         learned rates (Meta-SGD), as ``rates/group.name``; always fp32
     embed.onnx, predict.onnx, adapt.onnx    the graphs of ``fleet_core.model.graph_bundle``, their parameters external
@@ -28,15 +29,17 @@ from fleet_core.personalization.gradient_steps import Steps
 from fleet_core.protocol.round_messages import MethodRef
 
 FORMAT = 1
-MANIFEST, WEIGHTS, RATES, GOLDEN, INT8 = (
-    "manifest.json", "weights.safetensors", "rates.safetensors", "golden.npz", "embed-int8.onnx",
+SIGNED_AS = b"metafleet bundle 1\n"
+"""Before the manifest in what is signed, so that the signature is good for nothing else."""
+MANIFEST, SIGNATURE, WEIGHTS, RATES, GOLDEN, INT8 = (
+    "manifest.json", "manifest.sig", "weights.safetensors", "rates.safetensors", "golden.npz", "embed-int8.onnx",
 )  # fmt: skip
 GRAPHS = {kind: f"{kind}.onnx" for kind in (*GRAPH_GROUPS, "adapt")}
 STORED = {"fp32": "float32", "fp16": "float16"}
 """The types in which weights can be stored; they are float32 in use."""
 
 LIMITS: Mapping[str, int] = {
-    MANIFEST: 8 << 20, WEIGHTS: 1 << 30, RATES: 1 << 30, GOLDEN: 64 << 20, INT8: 1 << 29,
+    MANIFEST: 8 << 20, SIGNATURE: 1 << 10, WEIGHTS: 1 << 30, RATES: 1 << 30, GOLDEN: 64 << 20, INT8: 1 << 29,
     **dict.fromkeys(GRAPHS.values(), 64 << 20),
 }  # fmt: skip
 """The largest size in bytes of each file of a bundle."""
@@ -103,12 +106,14 @@ class Manifest:
 class Bundle:
     """A bundle in memory. params: the served model's groups, including ``rates`` where they are learned; the initial
     values of groups that a device keeps are in ``graph.first``. int8: the quantized encoder, empty when there is none.
+    signed: it was read with the signature of the key that its manifest names.
     """
 
     manifest: Manifest
     graph: Graph
     params: Params
     int8: bytes = b""
+    signed: bool = field(default=False, compare=False)
 
     @property
     def method(self) -> Method:

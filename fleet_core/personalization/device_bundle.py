@@ -1,7 +1,7 @@
 """Writes and reads the bundles of ``bundle_format``, as a folder or as one file.
 
-Reading accepts no file that the manifest does not list, enforces the size limits, and checks every sha256 before a file
-is parsed. It does not run the graphs: that check needs onnxruntime and is elsewhere.
+Reading accepts no file that the manifest does not list, enforces the size limits, and checks the manifest's signature
+and every sha256 before a file is parsed. It does not run the graphs: that check needs onnxruntime and is elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.algorithms.plugins import OR_INSTALL
 from fleet_core.base import schema, storage, trees
-from fleet_core.base.errors import BundleError, CodecError, ConfigError, StateError
+from fleet_core.base.errors import BundleError, CodecError, ConfigError, FleetError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.model import golden, graph_bundle, payloads
 from fleet_core.model.layout import MODEL_GROUPS
@@ -36,6 +36,8 @@ from fleet_core.personalization.bundle_format import (
     MANIFEST,
     MAX_BYTES,
     RATES,
+    SIGNATURE,
+    SIGNED_AS,
     STORED,
     SUFFIX,
     WEIGHTS,
@@ -44,21 +46,30 @@ from fleet_core.personalization.bundle_format import (
     Manifest,
 )
 
+if TYPE_CHECKING:
+    from fleet_core.protocol.signing import Signer
+
 LOCK = ".writing"
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, made: Bundle, *, check: Callable[[Path], None] = lambda place: None) -> None:
+def write(
+    path: Path, made: Bundle, *, check: Callable[[Path], None] = lambda place: None, signer: Signer | None = None
+) -> None:
     """Writes a bundle atomically, as one file when ``path`` ends in ``.bundle``, else as a folder.
 
+    signer: with the key that the manifest names; None for a bundle that devices refuse unless they are told otherwise.
     check: called with the temporary path of the written bundle before it is renamed to ``path``; when it raises,
     nothing is left. Temporary folders of processes that were killed while writing are deleted. Raises ConfigError when
     ``path`` exists, StateError when the disk refuses.
     """
     refuse_existing(path)
     files = _files(made)
+    if signer is not None:
+        line = signer.sign(SIGNED_AS + files[MANIFEST]).partition(b"\n")[0]
+        files[SIGNATURE] = line + b"\n"
     with _temporary_folder(path) as folder:
         place = folder / path.name
         if path.suffix == SUFFIX:
@@ -156,10 +167,15 @@ def _container(files: Mapping[str, bytes]) -> bytes:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Bundle:
-    """Reads a bundle, a folder or one file. Raises BundleError that says which file is wrong, and how."""
+def read(path: Path, *, signed: bool = False, accept: Callable[[Manifest], object] = lambda manifest: None) -> Bundle:
+    """Reads a bundle, a folder or one file.
+
+    signed: refuse one without a signature; a wrong one is always refused. accept: called with the manifest before any
+    other file is parsed; what it raises ends the reading. Raises BundleError that says which file is wrong, and how.
+    """
     try:
-        return _parse(_files_of_folder(path) if path.is_dir() else _files_of_container(path), str(path))
+        files = _files_of_folder(path) if path.is_dir() else _files_of_container(path)
+        return _parse(files, str(path), signed, accept)
     except (StateError, CodecError) as error:
         where = f"{path}: {error.where}" if error.where and not error.where.startswith(str(path)) else error.where
         raise BundleError(error.what, where=where or str(path), expected=error.expected, hint=error.hint) from error
@@ -193,8 +209,17 @@ def _refuse_unknown(names: list[str], where: str) -> None:
         raise BundleError(what, where=where, expected=f"a bundle: {', '.join(LIMITS)}", hint="metafleet export")
 
 
-def _parse(files: dict[str, bytes], where: str) -> Bundle:
-    manifest = _manifest(files.pop(MANIFEST), f"{where}/{MANIFEST}")
+def _parse(
+    files: dict[str, bytes], where: str, signed: bool, accept: Callable[[Manifest], object]
+) -> Bundle:
+    data, signature = files.pop(MANIFEST), files.pop(SIGNATURE, None)
+    manifest = _manifest(data, f"{where}/{MANIFEST}")
+    if signature is not None:
+        _check_signature(signature, data, manifest.key, where)
+    elif signed:
+        raise BundleError(f"has no {SIGNATURE}", where=where, expected="a bundle that 'metafleet export' signed",
+                          hint="--unsigned, if you know who made it")
+    accept(manifest)
     _check_files(files, manifest, where)
     arrays: dict[str, Any] = {
         f"graph/{kind}": np.frombuffer(files[name], np.uint8) for kind, name in GRAPHS.items() if name in files
@@ -203,7 +228,7 @@ def _parse(files: dict[str, bytes], where: str) -> Bundle:
     model, own = _weights(files[WEIGHTS], manifest)
     arrays |= {f"first/{key}": array for key, array in storage.flatten(own).items()}
     graph = graph_bundle.assemble(manifest.layout, manifest.graph, arrays)
-    found = Bundle(manifest, graph, {**model, **_rates(files, manifest)}, files.get(INT8, b""))
+    found = Bundle(manifest, graph, {**model, **_rates(files, manifest)}, files.get(INT8, b""), signature is not None)
     _check_method(found, where)
     return found
 
@@ -234,6 +259,18 @@ def _manifest(data: bytes, where: str) -> Manifest:
             where=where, hint=f"update metafleet{OR_INSTALL}",
         )  # fmt: skip
     return manifest
+
+
+def _check_signature(signature: bytes, manifest: bytes, key: str, where: str) -> None:
+    """Raises BundleError unless ``key``, the fleet's, signed the manifest."""
+    from fleet_core.protocol.signing import Verifier  # cryptography: memory that serving does not need
+
+    try:
+        Verifier(key).verify(signature.removesuffix(b"\n") + b"\n" + SIGNED_AS + manifest)
+    except FleetError as error:
+        raise BundleError(f"its signature {error.what.removeprefix('has a signature that ')}",
+                          where=f"{where}/{SIGNATURE}", expected=error.expected,
+                          hint="somebody has changed it: get the bundle again") from error
 
 
 def _check_files(files: Mapping[str, bytes], manifest: Manifest, where: str) -> None:

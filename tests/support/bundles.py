@@ -29,10 +29,12 @@ from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
+from fleet_core.protocol.signing import Signer
 
 CLASSES = ("a", "b", "c")
 LAYOUT = models.describe("mlp", InputSpec((8,), mean=(0.1,) * 8), CLASSES, {"hidden": [6]})
-KEY = "0f" * 32
+SIGNER = Signer(b"\x0f" * 32)
+KEY = SIGNER.public
 
 
 def samples(number: int = 60, seed: int = 0) -> Samples:

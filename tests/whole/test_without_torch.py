@@ -21,7 +21,7 @@ from export.graph import MIN_ONNXRUNTIME
 from fleet_core.data.samples import save
 from fleet_core.personalization import device_bundle
 from tests.support.brokers import private_broker
-from tests.support.bundles import bundle_of, samples
+from tests.support.bundles import SIGNER, bundle_of, samples
 from tests.support.paths import ROOT
 from tests.support.programs import (
     CLASSES,
@@ -231,7 +231,7 @@ def test_a_device_without_torch_installs_and_answers_with_the_oldest_and_newest_
              "fedmeta-metasgd": ("meta-sgd", stepping)}  # fmt: skip
     for method, (how, steps) in cases.items():
         path, home = tmp_path / f"{method}.bundle", tmp_path / method
-        device_bundle.write(path, bundle_of(method, stored="fp16", int8=method == "pfldyn-proto"))
+        device_bundle.write(path, bundle_of(method, stored="fp16", int8=method == "pfldyn-proto"), signer=SIGNER)
         home.mkdir()
         save(home / "samples.npz", samples())
         done = device_.run("edge-agent", "install", str(path), "--home", str(home), "--json")
@@ -257,7 +257,7 @@ def test_an_operator_without_torch_verifies_a_bundle_and_a_device_refuses_a_brok
     assert (result["torch"], result["onnxruntime"]) == (False, MIN_ONNXRUNTIME)
     broken = bundle_of("fedmeta-metasgd")
     golden = {**broken.graph.golden, "adapt": broken.graph.golden["adapt"] + np.float32(0.01)}
-    device_bundle.write(tmp_path / "broken", replace(broken, graph=replace(broken.graph, golden=golden)))
+    device_bundle.write(tmp_path / "broken", replace(broken, graph=replace(broken.graph, golden=golden)), signer=SIGNER)
     done = oldest.run("edge-agent", "install", str(tmp_path / "broken"), "--home", str(tmp_path / "home"))
     assert (done.returncode, done.stdout) == (1, "")
     assert "'adapt' does not give its golden outputs after 1 steps" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run,
     assert (code, err) == (0, "")
     assert "sound; pfldyn-proto, mlp of round 2, no gradient steps" in out
     assert "compared with torch" in out
+    assert f"signed by the fleet's key {found.manifest.key[:16]}" in out
+    assert (found.signed, result["signed"], verified["signed"]) == (True, True, True)
+    (tmp_path / "b" / "manifest.sig").unlink()
+    assert "not signed" in run("bundle", "verify", tmp_path / "b")[1]
+
+
+def test_where_the_fleets_key_is_not_a_bundle_is_not_signed_and_says_so(
+    fleet: Path, run: Run, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(fleet, tmp_path / "copy"))
+    (copy / "fleet.key").unlink()
+    code, _, err = run("export", copy, "--to", tmp_path / "b")
+    assert (code, "not signed, for fleet.key is not here" in err) == (0, True)
+    with pytest.raises(BundleError, match=r"has no manifest\.sig"):
+        device_bundle.read(tmp_path / "b", signed=True)
 
 
 def test_a_checkpoint_gives_the_served_model_of_its_round(fleet: Path, run: Run, tmp_path: Path) -> None:
@@ -172,7 +188,8 @@ def test_a_bundle_that_fails_the_gate_is_not_written(
     if fails == "with torch":
         monkeypatch.setattr(torch_gate, "check", refuse)
     else:
-        broken = replace(made, graph=replace(made.graph, golden=golden))
+        manifest = replace(made.manifest, key=(fleet / "fleet.pub").read_text().strip())
+        broken = replace(made, manifest=manifest, graph=replace(made.graph, golden=golden))
         monkeypatch.setattr(bundle_cli, "_export_bundle", lambda *asked: broken)
     code, out, err = run("export", fleet, "--to", tmp_path / "b")
     complaint = "differs from torch" if fails == "with torch" else "does not give its golden outputs"

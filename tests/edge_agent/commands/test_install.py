@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,12 @@ from fleet_core.board.device_settings import settings_of
 from fleet_core.data.samples import Samples, save
 from fleet_core.model import payloads
 from fleet_core.personalization import device_bundle
-from fleet_core.personalization.bundle_format import Bundle
-from tests.support.bundles import CLASSES, KEY, bundle_of, samples
+from fleet_core.personalization.bundle_format import SIGNED_AS, Bundle
+from fleet_core.protocol.signing import Signer, key_id
+from tests.support.bundles import CLASSES, KEY, SIGNER, bundle_of, samples
 from tests.support.cli import Run, runner
+
+STRANGER = Signer(b"\x01" * 32)
 
 
 @pytest.fixture
@@ -29,8 +33,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return runner(monkeypatch, capsys, "edge-agent", device_cli.main)
 
 
-def written(folder: Path, made: Bundle, name: str = "b.bundle") -> Path:
-    device_bundle.write(folder / name, made)
+def written(folder: Path, made: Bundle, name: str = "b.bundle", signer: Signer | None = SIGNER) -> Path:
+    device_bundle.write(folder / name, made, signer=signer)
     return folder / name
 
 
@@ -145,11 +149,66 @@ def test_a_failing_bundle_is_refused_and_nothing_changes_on_the_disk(run: Run, t
         assert home.exists() == known
 
 
+def test_what_the_fleets_key_did_not_sign_is_refused_and_nothing_changes(run: Run, tmp_path: Path) -> None:
+    made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
+    assert run("install", written(tmp_path, made, "good"), "--home", home)[0] == 0
+    good, before = tmp_path / "good", held(home)
+
+    def changed(name: str, change: Callable[[Path], object]) -> Path:
+        folder = Path(shutil.copytree(good, tmp_path / name))
+        change(folder)
+        return folder
+
+    def renamed(folder: Path) -> None:
+        text = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(text.replace('"round": 7', '"round": 8'))
+
+    def other_weights(folder: Path) -> None:
+        """With a manifest that lists them, and the signature of the one before."""
+        more = written(tmp_path, with_params(made, trees.scale(made.params, 2.0), 7), "more", None)
+        for name in ("manifest.json", "weights.safetensors"):
+            shutil.copy(more / name, folder / name)
+
+    def of_a_stranger(folder: Path) -> None:
+        """A stranger's key and signature, and weights that must not be parsed."""
+        own = written(tmp_path, replace(made, manifest=replace(made.manifest, key=STRANGER.public)), "own", STRANGER)
+        for name in ("manifest.json", "manifest.sig"):
+            shutil.copy(own / name, folder / name)
+        (folder / "weights.safetensors").write_bytes(b"\xff" * 100)
+
+    def in_its_name(folder: Path) -> None:
+        line = STRANGER.sign(SIGNED_AS + (folder / "manifest.json").read_bytes()).partition(b"\n")[0]
+        (folder / "manifest.sig").write_bytes(line + b"\n")
+
+    def as_a_round(folder: Path) -> None:
+        """The fleet's own signature of the same bytes, for another purpose."""
+        line = SIGNER.sign((folder / "manifest.json").read_bytes()).partition(b"\n")[0]
+        (folder / "manifest.sig").write_bytes(line + b"\n")
+
+    cases: dict[Path, str] = {
+        changed("renamed", renamed): "its signature does not match",
+        changed("weights", other_weights): "its signature does not match",
+        changed("stranger", of_a_stranger): "is a device of another fleet",
+        changed("name", in_its_name): f"its signature is signed by key {key_id(STRANGER.public)}",
+        changed("purpose", as_a_round): "its signature does not match",
+        changed("none", lambda folder: (folder / "manifest.sig").unlink()): "has no manifest.sig",
+        changed("empty", lambda folder: (folder / "manifest.sig").write_bytes(b"\n")): "carries no Ed25519 signature",
+    }
+    for path, complaint in cases.items():
+        code, out, err = run("install", path, "--home", home)
+        assert (code != 0, out, complaint in err) == (True, "", True), err
+        assert held(home) == before
+        if path.name != "none":
+            assert run("install", path, "--home", home, "--unsigned")[0] != 0, "a wrong signature is none"
+    assert run("install", tmp_path / "none", "--home", home, "--unsigned")[0] == 0
+
+
 def test_a_folder_of_another_fleet_or_device_is_refused(run: Run, tmp_path: Path) -> None:
     made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
     path = written(tmp_path, made)
     assert run("install", path, "--home", home)[0] == 0
-    other_key = written(tmp_path, replace(made, manifest=replace(made.manifest, key="ab" * 32)), "key.bundle")
+    own = replace(made, manifest=replace(made.manifest, key=STRANGER.public))
+    other_key = written(tmp_path, own, "key.bundle", STRANGER)
     other_fleet = written(tmp_path, replace(made, manifest=replace(made.manifest, fleet="barn")), "fleet.bundle")
     (tmp_path / "operator").mkdir()
     (tmp_path / "operator" / "fleet.toml").write_text("")

@@ -23,7 +23,7 @@ from edge_agent.http import metrics
 from edge_agent.http.http_server import HttpServer
 from edge_agent.http.metrics import Figures
 from edge_agent.rounds.agent import Agent
-from fleet_core.base.errors import LinkError
+from fleet_core.base.errors import ConfigError, LinkError
 from fleet_core.board.device_settings import Metrics
 from fleet_core.protocol.device_messages import Energy, Traffic
 from tests.support.brokers import free_port
@@ -70,9 +70,9 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     made.close()
 
 
-def test_a_scrape_has_what_the_agent_did(agent: Agent) -> None:
+def test_a_scrape_has_what_the_agent_did(agent: Agent, tmp_path: Path) -> None:
     agent.service.answers(np.zeros((3, 8), np.float32))
-    server = metrics.start(Metrics(), lambda: figures_of(agent), print)
+    server = metrics.start(Metrics(), lambda: figures_of(agent), print, tmp_path)
     try:
         status, page = ask(server, "GET", "/metrics")
     finally:
@@ -128,19 +128,38 @@ def test_a_label_is_escaped() -> None:
     ("GET", "/metrics", "pi.example:9465", 200), ("HEAD", "/metrics", "10.0.0.7", 200), ("GET", "/", "localhost", 404),
     ("POST", "/metrics", "localhost", 405), ("GET", "/metrics", "evil.example", 421),
 ])
-def test_only_the_page_and_only_under_the_devices_names(verb: str, path: str, host: str, status: int) -> None:
-    server = metrics.start(Metrics(names=("pi.example",)), lambda: FULL, print)
+def test_only_the_page_and_only_under_the_devices_names(
+    verb: str, path: str, host: str, status: int, tmp_path: Path
+) -> None:
+    server = metrics.start(Metrics(names=("pi.example",)), lambda: FULL, print, tmp_path)
     try:
         assert ask(server, verb, path, **{"Host": host, "Content-Length": "0"})[0] == status
     finally:
         server.stop()
 
 
-def test_a_port_in_use_is_told() -> None:
-    server = metrics.start(Metrics(), lambda: FULL, print)
+def test_with_a_token_nothing_is_told_without_it(tmp_path: Path) -> None:
+    server = metrics.start(Metrics(token="metrics.token"), lambda: FULL, print, tmp_path)
+    token = (tmp_path / "metrics.token").read_text().strip()
+    assert (tmp_path / "metrics.token").stat().st_mode & 0o777 == 0o600
+    try:
+        for shown in ("", f"Bearer {token}x", f"Bearer {token[:-1]}", "Bearer ", f"Basic {token}"):
+            status, page = ask(server, "GET", "/metrics", Authorization=shown)
+            assert (status, "metafleet_agent" in page) == (401, False)
+        assert ask(server, "GET", "/elsewhere")[0] == 401, "nor what there is"
+        assert ask(server, "GET", "/metrics", Authorization=f"Bearer {token}")[0] == 200
+    finally:
+        server.stop()
+    (tmp_path / "metrics.token").chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        metrics.start(Metrics(token="metrics.token"), lambda: FULL, print, tmp_path)
+
+
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    server = metrics.start(Metrics(), lambda: FULL, print, tmp_path)
     try:
         with pytest.raises(LinkError, match="cannot listen"):
-            metrics.start(Metrics(port=server.port), lambda: FULL, print)
+            metrics.start(Metrics(port=server.port), lambda: FULL, print, tmp_path)
     finally:
         server.stop()
 
