@@ -16,7 +16,7 @@ from cloud_server.records.ledger_tables import Round
 from cloud_server.reports import result
 from cloud_server.reports.result import Sums
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
-from cloud_server.rounds import reputation
+from cloud_server.rounds import privacy_budget, reputation
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
@@ -31,7 +31,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
     programs = Counter(d.version for d in enrolled.values() if d.version)
     stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
     used_up, shut_out = resting(ledger, time.time()), reputation.quarantined(ledger)
-    known = enrolled.keys() - shut_out
+    known, private = enrolled.keys() - shut_out, privacy_budget.facts(fleet.config.privacy, ledger)
     named = {name: why for name, why in reputation.suspects(ledger).items() if name in known}
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
@@ -44,7 +44,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         "programs": dict(sorted(programs.items())), "totals": result.plain(sums or result.sums(ledger)),
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
-        **({"quarantined": shut_out} if shut_out else {}),
+        **({"quarantined": shut_out} if shut_out else {}), **({"privacy": private} if private else {}),
     }
 
 
@@ -75,6 +75,8 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     if facts["programs"]:
         versions = (f"{version} on {count}" for version, count in facts["programs"].items())
         yield f"agents, by what each device said last: {', '.join(versions)}"
+    if "privacy" in facts:
+        yield privacy_budget.sentence(facts["privacy"])
     payload = facts["totals"].get("payload_bytes")
     if payload:
         yield f"payload up {payload['up']} bytes, down {payload['down']} bytes"
