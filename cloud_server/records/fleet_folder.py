@@ -274,7 +274,7 @@ def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
     named += [*select_arrays.check(settings.train, method), *robust.check(settings.robust, method)]
     if hyper is not None:
         named += privacy.check(
-            settings.privacy, method, hyper, codecs=(settings.link.up, settings.link.down),
+            settings.privacy, method, hyper, auto=AUTO in (settings.link.up, settings.link.down),
             skip_below=settings.link.skip_below, rule=settings.robust.rule,
         )
     if settings.robust.quarantine and settings.robust.rule == robust.KRUM:

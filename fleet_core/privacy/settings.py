@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.schema import Problem
-from fleet_core.model.choose_codec import AUTO
 from fleet_core.robust import settings as robust
 
 NONE, LOCAL, CENTRAL = "none", "local", "central"
@@ -43,9 +42,9 @@ class PrivacySection:
 
 
 def check(
-    section: PrivacySection, method: Method, hyper: Any, *, codecs: Collection[str], skip_below: float, rule: str
+    section: PrivacySection, method: Method, hyper: Any, *, auto: bool, skip_below: float, rule: str
 ) -> Iterator[Problem]:
-    """What does not go together with the section. codecs: of updates and models. rule: the robust rule."""
+    """What does not go together with the section. auto: a codec is chosen by round. rule: the robust rule."""
     if not section.on:
         return
     key, name, mode = "privacy.mode", method.name, section.mode
@@ -57,7 +56,7 @@ def check(
     if getattr(hyper, "weighted", False):
         yield Problem(key, f"'{mode}' bounds each device alike, and with weighted = true one counts as often as it has "
                            "samples: expected hyper.weighted = false")
-    if AUTO in codecs:
+    if auto:
         yield Problem(key, f"'{mode}' and the codec auto: it chooses by the devices' losses and what their codec left "
                            "out, and every manifest shows its choice: expected a codec by name")
     if skip_below:

@@ -320,7 +320,7 @@ def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
             wrong |= dict.fromkeys(problems)
         read_hyper, _ = schema.read(METHODS[section.name].hyper, section.hyper)
         yield from privacy.check(
-            found.privacy, METHODS[section.name], read_hyper, codecs=(found.codec_up, found.codec_down),
+            found.privacy, METHODS[section.name], read_hyper, auto=AUTO in (found.codec_up, found.codec_down),
             skip_below=found.skip_below, rule=found.robust.rule,
         )
         if found.averaged and set(METHODS[section.name].client.keeps) - {"personal"}:
