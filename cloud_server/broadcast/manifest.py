@@ -14,16 +14,31 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Update
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import cohort, messages, round_messages
-from fleet_core.protocol.round_messages import Cohort, Counted, Manifest, MethodRef, ModelRef, UploadRules
+from fleet_core.protocol.round_messages import (
+    Cohort,
+    Counted,
+    Manifest,
+    MethodRef,
+    ModelRef,
+    PrivacyRules,
+    UploadRules,
+)
 
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 1
 """Devices that were away for more ask for the fate of their update: every manifest goes to every device."""
 LISTED_IDS = 64
+
+
+def privacy_rules(config: FleetConfig) -> PrivacyRules | None:
+    """What devices do to their updates; None for nothing."""
+    private = config.privacy
+    return PrivacyRules(private.mode, private.clip, private.noise_multiplier) if private.on else None
 
 
 class Manifests:
@@ -99,7 +114,7 @@ class Manifests:
             scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,
             counted=self._counted(after.round),
-            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs, least_norm),
+            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs, least_norm, privacy_rules(self._config)),
             open=is_open,
             per_device=listed,
             train=train,

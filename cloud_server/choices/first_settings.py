@@ -18,6 +18,7 @@ from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
 from fleet_core.model.layout import InputSpec
 from fleet_core.model.select_arrays import TrainSection
+from fleet_core.privacy.settings import PrivacySection
 
 NO_WINDOW = "leave --window and --stride out"
 HEAD = "# What is changed here holds from the next start of the server. Every key: docs/fleet.md of Metafleet."
@@ -96,7 +97,9 @@ def toml_with_defaults(tables: Mapping[str, Any]) -> str:
     defaults = {
         "fleet": schema.plain(FleetSection(tables["fleet"]["name"])), "train": schema.plain(TrainSection()),
         "link": {key: link[key] for key in ("up", "down", "skip_below")}, "robust": schema.plain(FleetRobustSection()),
+        "privacy": {key: value for key, value in schema.plain(PrivacySection()).items() if value is not None},
     }
     whole = {**tables, **{name: {**known, **tables.get(name, {})} for name, known in defaults.items()}}
-    ordered = {name: whole[name] for name in ("fleet", "model", "train", "link", "robust", "hyper") if name in whole}
+    order = "fleet", "model", "train", "link", "robust", "privacy", "hyper"
+    ordered = {name: whole[name] for name in order if name in whole}
     return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

@@ -172,20 +172,21 @@ def show_alerts(
 def rounds(
     fleet: FLEET,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Each round's codecs, frozen arrays and refused updates, and why.")
+        bool, typer.Option("--explain", help="Each round's codecs, frozen arrays, epsilon, refused updates, and why.")
     ] = False,
     as_json: JSON = False,
 ) -> None:
     """List every round: cohort, skipped and refused updates, loss, duration."""
     from cloud_server.ledger.ledger import Ledger
-    from cloud_server.ledger.ledger_tables import RoundArrays, RoundCodec, Update
+    from cloud_server.ledger.ledger_tables import RoundArrays, RoundCodec, RoundPrivacy, Update
     from cloud_server.records.fleet_folder import Fleet
-    from cloud_server.reports import array_tables, codec_tables
+    from cloud_server.reports import array_tables, codec_tables, privacy_tables
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         listed, codecs = ledger.rounds(), ledger.rows(RoundCodec) if explain else []
         arrays = ledger.rows(RoundArrays) if explain else []
+        private = ledger.rows(RoundPrivacy) if explain else []
         skipped = Counter(one.round for one in ledger.each(Update, status="counted", skipped=True))
         refused = Counter(one.round for one in ledger.each(Update, status="refused"))
         unused = [one for one in ledger.each(Update) if one.reason and one.status != "late"] if explain else []
@@ -196,10 +197,11 @@ def rounds(
             used.setdefault(one.round, {})[one.way] = {
                 "codec": one.codec, "reason": one.reason, "left_out": one.left_out
             }
+        hidden = {one.round: schema.plain(one) for one in private}
         trained = {one.round: {"frozen": one.frozen, "reason": one.reason, "moves": one.moves} for one in arrays}
         return terminal.show([
             {**schema.plain(r), "skipped": skipped[r.round], "refused": refused[r.round],
-             **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round),
+             **({"codecs": used.get(r.round, {}), "arrays": trained.get(r.round), "privacy": hidden.get(r.round),
                  "reasons": {one.device: one.reason for one in unused if one.round == r.round}} if explain else {})}
             for r in listed
         ])
@@ -213,7 +215,8 @@ def rounds(
     if not rows:
         return processes.say("no round has been opened yet")
     if explain:
-        tables = [codec_tables.explained(codecs), *([array_tables.explained(arrays)] if arrays else [])]
+        tables = [codec_tables.explained(codecs), *([array_tables.explained(arrays)] if arrays else []),
+                  *([privacy_tables.explained(private)] if private else [])]
         if unused:
             tables.append((("round", "device", "update", "why"),
                            [(str(one.round), one.device, one.status, one.reason) for one in unused]))

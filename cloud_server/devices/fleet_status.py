@@ -16,7 +16,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.results import result
 from cloud_server.results.result import Sums
-from cloud_server.rounds import reputation
+from cloud_server.rounds import privacy_budget, reputation
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
@@ -32,6 +32,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
     stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
     used_up, shut_out = resting(ledger, time.time()), reputation.quarantined(ledger)
     known, went_back = enrolled.keys() - shut_out, roll_back.last(ledger)
+    private = privacy_budget.facts(fleet.config.privacy, ledger)
     named = {name: why for name, why in reputation.suspects(ledger).items() if name in known}
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
@@ -45,6 +46,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
         **({"quarantined": shut_out} if shut_out else {}), **({"rolled_back": went_back} if went_back else {}),
+        **({"privacy": private} if private else {}),
     }
 
 
@@ -78,6 +80,8 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     if facts["programs"]:
         versions = (f"{version} on {count}" for version, count in facts["programs"].items())
         yield f"agents, by what each device said last: {', '.join(versions)}"
+    if "privacy" in facts:
+        yield privacy_budget.sentence(facts["privacy"])
     payload = facts["totals"].get("payload_bytes")
     if payload:
         yield f"payload up {payload['up']} bytes, down {payload['down']} bytes"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-VERSION = 8
+VERSION = 9
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -83,6 +83,11 @@ CREATE TABLE codecs (
 CREATE TABLE arrays (
     round INTEGER PRIMARY KEY REFERENCES rounds, frozen TEXT NOT NULL, reason TEXT NOT NULL, moves TEXT NOT NULL);
 """,
+    9: """
+CREATE TABLE privacy (
+    round INTEGER PRIMARY KEY REFERENCES rounds, mode TEXT NOT NULL, clip REAL NOT NULL, noise REAL NOT NULL,
+    delta REAL NOT NULL, epsilon REAL NOT NULL, spent REAL NOT NULL, most INTEGER NOT NULL);
+""",
 }
 """Version -> the statements that upgrade a ledger from the version before."""
 
@@ -147,6 +152,24 @@ class RoundArrays(Row):
     frozen: tuple[str, ...] = ()
     reason: str = ""
     moves: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPrivacy(Row):
+    """A round with private updates, from its opening on. mode, clip, noise, delta: as ``PrivacySection``. epsilon: of
+    this round alone, for a device that was asked. spent: after it, of the device that has spent most. most: the largest
+    number of rounds in which a device was asked."""
+
+    table = "privacy"
+    key = ("round",)
+    round: int
+    mode: str
+    clip: float
+    noise: float
+    delta: float
+    epsilon: float
+    spent: float
+    most: int
 
 
 @dataclass(frozen=True, kw_only=True)

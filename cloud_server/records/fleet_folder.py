@@ -35,6 +35,7 @@ from fleet_core.model import graph_bundle, payloads, select_arrays
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.privacy import settings as privacy
 from fleet_core.protocol.signing import Signer, load_public
 from fleet_core.robust import settings as robust
 from fleet_core.robust.screening import Screening
@@ -89,7 +90,8 @@ class Fleet:
     @property
     def screening(self) -> Screening:
         """What refuses, drops or changes updates when a round closes."""
-        return Screening(self.method, self.config.robust, self.config.link.max_update_norm)
+        bound = self.config.privacy.max_update_norm(self.config.link.max_update_norm)
+        return Screening(self.method, self.config.robust, bound)
 
     def remarks(self) -> list[str]:
         """What users may not expect of the method: what it sends, and which settings it overrides."""
@@ -97,8 +99,9 @@ class Fleet:
             nothing = len(payloads.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
             return [f"{self.method.name} shares nothing: {text}"]
-        rule = robust.remark(self.config.robust, self.method)
-        return [*self._privacy_remarks(), *self._overridden_settings(), *self._codec_remarks(), *[rule] * bool(rule)]
+        section = self.config.robust
+        rules = robust.remark(section, self.method), privacy.remark(self.config.privacy, section.rule)
+        return [*self._privacy_remarks(), *self._overridden_settings(), *self._codec_remarks(), *filter(None, rules)]
 
     def _privacy_remarks(self) -> list[str]:
         """What this method's messages reveal about a device's samples, beyond other methods'."""
@@ -269,6 +272,11 @@ def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
     hyper, problems = schema.read(method.hyper, settings.hyper)
     named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
     named += [*select_arrays.check(settings.train, method), *robust.check(settings.robust, method)]
+    if hyper is not None:
+        named += privacy.check(
+            settings.privacy, method, hyper, auto=AUTO in (settings.link.up, settings.link.down),
+            skip_below=settings.link.skip_below, rule=settings.robust.rule,
+        )
     if settings.robust.quarantine and settings.robust.rule == robust.KRUM:
         named.append(schema.Problem("robust.quarantine", "not with the rule krum, which drops its share of updates in "
                                                          "every round, hostile or not: expected false"))

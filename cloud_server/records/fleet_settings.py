@@ -11,6 +11,7 @@ from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.layout import InputSpec
 from fleet_core.model.select_arrays import TrainSection
+from fleet_core.privacy.settings import PrivacySection
 from fleet_core.robust.settings import RobustSection
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -146,6 +147,7 @@ class FleetConfig:
     link: LinkSection = field(default_factory=LinkSection)
     train: TrainSection = field(default_factory=TrainSection)
     robust: FleetRobustSection = field(default_factory=FleetRobustSection)
+    privacy: PrivacySection = field(default_factory=PrivacySection)
     hyper: Mapping[str, Any] = field(default_factory=dict)
     budget: BudgetSection | None = None
     alerts: AlertsSection | None = None
@@ -154,7 +156,7 @@ class FleetConfig:
 NOTES = {
     f"{section}.{key.name}": str(key.metadata["about"])
     for section, kind in (("fleet", FleetSection), ("link", LinkSection), ("train", TrainSection),
-                          ("robust", FleetRobustSection))
+                          ("robust", FleetRobustSection), ("privacy", PrivacySection))
     for key in fields(kind)
     if "about" in key.metadata
 }

@@ -27,7 +27,7 @@ from cloud_server.figures.html_elements import card, cards, heading, page, row, 
 from cloud_server.figures.html_style import STYLE
 from cloud_server.figures.scores import Score
 from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs
+from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs, outcome, privacy_tables
 from cloud_server.reports.html_costs import Pricing
 from cloud_server.results import outcome
 from cloud_server.results import result as results
@@ -51,8 +51,8 @@ def render(
     """The page of a finished or interrupted run. against: (name, result) of a run to compare it with. Raises DataError
     if a result is no result.json."""
     run = results.parse(result)
-    sections = [section(run) for section in (_cards, _verdict, _devices, _curves, _traffic, _codecs, _arrays, _energy)]
-    sections += [html_costs.section(run, pricing), _settings(run)]
+    made = _cards, _verdict, _devices, _curves, _traffic, _codecs, _arrays, _privacy, _energy
+    sections = [*(section(run) for section in made), html_costs.section(run, pricing), _settings(run)]
     if against is not None:
         sections.insert(1, _against(run, against[0], results.parse(against[1])))
     return page(title, STYLE, "\n".join([_heading(run, title), *filter(None, sections)]))
@@ -282,6 +282,14 @@ def _arrays(run: Result) -> str:
         return ""
     heads, rows = array_tables.spans(run.rounds)
     return f'<h2>Arrays</h2><p class="note">{escape(array_tables.NOTE)}.</p>{text_table(heads, rows, "left")}'
+
+
+def _privacy(run: Result) -> str:
+    """Empty where updates went as they are."""
+    heads, rows = privacy_tables.last(run.rounds)
+    if not rows:
+        return ""
+    return f'<h2>Privacy</h2><p class="note">{escape(privacy_tables.NOTE)}.</p>{text_table(heads, rows)}'
 
 
 def _energy(run: Result) -> str:

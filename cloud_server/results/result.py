@@ -21,10 +21,11 @@ from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.ledger.ledger_tables import STAGES, Evaluation
+from cloud_server.reports import device_costs, round_choices
 from cloud_server.results import device_costs, round_choices
 from cloud_server.results import verdict as verdicts
 from cloud_server.results.device_costs import DeviceCosts
-from cloud_server.results.round_choices import ChosenCodec, TrainedArrays
+from cloud_server.results.round_choices import ChosenCodec, Privacy, TrainedArrays
 from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema
@@ -64,7 +65,7 @@ class RoundFigures:
     asked: devices of the cohort. participants: devices whose update was counted. skipped: those of them that sent none,
     because it was too small; None for no such. refused: updates. payload_bytes, mqtt_bytes, wire_bytes: all traffic of
     the round. models_transmitted: whole models up and down, without served ones. flops: over all devices. codecs: up
-    and down. arrays: None where every round trains everything.
+    and down. arrays: None where every round trains everything. privacy: None where updates go as they are.
     """
 
     round: int = field(metadata={"min": 0})
@@ -84,6 +85,7 @@ class RoundFigures:
     seconds: float | None = field(default=None, metadata=AMOUNT)
     codecs: Mapping[str, ChosenCodec] | None = None
     arrays: TrainedArrays | None = None
+    privacy: Privacy | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     for row in ledger.each(Evaluation, within, stage="after", new=False):
         evaluated.setdefault(row.round, []).append(row)
     codecs, arrays = round_choices.codecs(ledger, within), round_choices.arrays(ledger, within)
+    private = round_choices.privacy(ledger, within)
     figures = []
     for r in ledger.rounds("closed", within):
         score, moved = pooled(evaluated.get(r.round, ())), volume.get(r.round)
@@ -189,7 +192,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
             accuracy=_spread([j.accuracy for j in evaluated.get(r.round, ())]), codecs=codecs.get(r.round),
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
-            arrays=arrays.get(r.round),
+            arrays=arrays.get(r.round), privacy=private.get(r.round),
         ))  # fmt: skip
     return tuple(figures)
 

@@ -1,4 +1,4 @@
-"""What was chosen for each round of a ledger: codecs and arrays."""
+"""What was chosen for each round of a ledger: codecs, arrays and privacy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cloud_server.figures.scores import AMOUNT
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import RoundArrays, RoundCodec
+from cloud_server.ledger.ledger_tables import RoundArrays, RoundCodec, RoundPrivacy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,28 @@ class TrainedArrays:
     frozen: tuple[str, ...] = ()
     reason: str = ""
     moves: Mapping[str, float] = field(default_factory=dict, metadata=AMOUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """As ``ledger_tables.RoundPrivacy``."""
+
+    mode: str
+    clip: float = field(metadata=AMOUNT)
+    noise: float = field(metadata=AMOUNT)
+    delta: float = field(metadata=AMOUNT)
+    epsilon: float = field(metadata=AMOUNT)
+    spent: float = field(metadata=AMOUNT)
+    most: int = field(metadata=AMOUNT)
+
+
+def privacy(ledger: Ledger, within: range | None = None) -> dict[int, Privacy]:
+    """By round; none of those without."""
+    return {
+        row.round: Privacy(mode=row.mode, clip=row.clip, noise=row.noise, delta=row.delta, epsilon=row.epsilon,
+                           spent=row.spent, most=row.most)
+        for row in ledger.each(RoundPrivacy, within)
+    }
 
 
 def codecs(ledger: Ledger, within: range | None = None) -> dict[int, dict[str, ChosenCodec]]:

@@ -28,7 +28,8 @@ MOST_EVALUATED = 1000
 
 
 class Budget:
-    """One fleet's limits. section: None for no limits. now: Unix seconds.
+    """One fleet's limits. section: None for no limits. private(): why privacy allows no further round, or empty. now:
+    Unix seconds.
 
     ``ended``: why no further round opens, or empty. ``spent``: whether that is because a limit was reached.
     """
@@ -36,9 +37,10 @@ class Budget:
     def __init__(
         self, section: BudgetSection | None, tariff: Tariff | None, ledger: Ledger, members: Members, *,
         clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
+        private: Callable[[], str] = str,
     ):
         self._section, self._tariff, self._ledger, self._members = section, tariff, ledger, members
-        self._clock, self._now, self._log = clock, now, log
+        self._private, self._clock, self._now, self._log = private, clock, now, log
         self._looked: tuple[int, float] | None = None
         self._day, self._first = -1, 0
         self._unknown = set[str]()
@@ -49,8 +51,12 @@ class Budget:
     def over(self, closed: int) -> bool:
         """Whether no further round opens after the round ``closed``. Also finds which devices rest; looks at the ledger
         once after each round, then every two seconds."""
-        if self._section is None:
-            return False
+        if (self._looked is None or self._looked[0] != closed) and (why := self._private()):
+            self._looked = closed, self._clock()
+            self.spent = True
+            self._end_with(why, closed, "privacy")
+        if self._section is None or self.ended:
+            return bool(self.ended)
         if self._looked is None or self._looked[0] != closed or self._clock() - self._looked[1] >= LOOK_S:
             self._looked = closed, self._clock()
             self._end(closed, self._section)
@@ -91,7 +97,10 @@ class Budget:
                           f"{best[0]}")
         else:
             return self._say_unknown(closed, section, used)
-        self.ended += f"; no round opens after round {closed}; [budget] in fleet.toml has the limit"
+        self._end_with(self.ended, closed, "budget")
+
+    def _end_with(self, why: str, closed: int, table: str) -> None:
+        self.ended = f"{why}; no round opens after round {closed}; [{table}] in fleet.toml has the limit"
         self._keep(ENDED, self.ended)
         self._log(self.ended)
 

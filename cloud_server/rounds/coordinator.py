@@ -284,7 +284,9 @@ class Coordinator:
             self._parts.arrays.of_round(number),
         )
         if not before:
-            self._rounds.begin(opened, len(self._members.members()))
+            with self.ledger.transaction():
+                self._rounds.begin(opened, len(self._members.members()))
+                self._parts.privacy.note(opened)
             self._say_numbers(number)
         self._parts.codecs.begin(opened)
         self._parts.arrays.begin(opened)
@@ -373,6 +375,7 @@ class Coordinator:
         self._parts.checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
         with self.ledger.transaction():
             self._parts.receiver.record(opened, screened)
+            self._parts.privacy.note(opened)
             self._members.took_part(opened.received, opened.model.model)
             self._rounds.close(opened, members)
             self._parts.codecs.close(opened, checkpoint.state)

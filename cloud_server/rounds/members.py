@@ -351,10 +351,12 @@ class Members:
 
 
 def inability(
-    presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True
+    presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True,
+    private: bool = False,
 ) -> str | None:
     """Why a device cannot take part in rounds with this method, these codecs and a model of that size, or None. parts:
-    a round may train a part of the model. graph: the fleet has one for training without torch."""
+    a round may train a part of the model. graph: the fleet has one for training without torch. private: updates are
+    clipped, and may have noise."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
@@ -371,4 +373,6 @@ def inability(
         return f"lacks codec {' or '.join(dict.fromkeys(needed))}"
     if parts and not presence.parts:
         return "cannot train a part of the model: its agent is too old"
+    if private and not presence.private:
+        return "cannot clip and hide its updates, as [privacy] asks: its agent is too old"
     return None

@@ -25,6 +25,7 @@ from cloud_server.records.spool import Spool
 from cloud_server.results.verdict import WarningLog
 from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.members import Members, inability
+from cloud_server.rounds.privacy_budget import PrivacyBudget
 from cloud_server.rounds.round_costs import RoundCosts
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.update_receiver import UpdateReceiver
@@ -63,6 +64,7 @@ class Parts:
     renewals: Renewals
     warnings: WarningLog
     budget: Budget
+    privacy: PrivacyBudget
 
 
 def assemble(
@@ -74,12 +76,13 @@ def assemble(
     graph = fleet.graph_bytes()
     layout = graph_bundle.unpack(graph).layout
     steps = training_graph.read(fleet, layout)
+    privacy = PrivacyBudget(fleet.config.privacy, ledger)
     wire = layout.extended(method.down, method.shared)
     checkpoints = Checkpoints(fleet.folder / "state", log)
     spool = Spool(fleet.folder / "spool", wire, method.shared)
     cannot = partial(
         inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS),
-        parts=fleet.config.train.parts, graph=steps is not None,
+        parts=fleet.config.train.parts, graph=steps is not None, private=fleet.config.privacy.on,
     )
     audit = Recorder(fleet.folder, now, log)
     members = Members(
@@ -123,5 +126,9 @@ def assemble(
         ),
         renewals=Renewals(fleet, ledger, audit=audit, now=now, log=log),
         warnings=WarningLog(ledger, settings.rounds, log),
-        budget=Budget(fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log),
+        budget=Budget(
+            fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log,
+            private=lambda: privacy.over,
+        ),
+        privacy=privacy,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -18,6 +19,9 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.base.moving import EVERYTHING
 from fleet_core.model.layout import Layout
 from fleet_core.model.skipped_updates import Measured
+from fleet_core.privacy import gaussian
+from fleet_core.privacy.gaussian import NoisedSum
+from fleet_core.privacy.settings import CENTRAL
 from fleet_core.robust.screening import Screened
 
 REQUEST, FACT = "roll_back", "rolled_back"
@@ -32,7 +36,7 @@ class RuleState:
         log: Callable[[str], None],
     ):
         self._method, self._hyper, self._skip_below = fleet.method, fleet.hyper, fleet.skip_below
-        self._screening = fleet.screening
+        self._screening, self._privacy = fleet.screening, fleet.config.privacy
         self._checkpoints, self._members, self._log = checkpoints, members, log
         self._first = fleet.first(layout)
         self.checkpoint = self._resumed(fleet, ledger)
@@ -110,7 +114,7 @@ class RuleState:
         rule, moving = self._method.server, opened.arrays.moving
         as_received = replace(rule.as_received(joined, trees.widened(opened.published)), round=opened.number)
         screened = self._screening.screen(updates, self.checkpoint.facts, self.checkpoint.robust, opened.measures)
-        passing = Measured(screened.used, self._skip_below)
+        passing = Measured(self._hidden(screened.used), self._skip_below)
         state = freezing.apply(rule, as_received, passing, members, self._hyper, moving)
         facts = {**passing.facts(screened.facts), "members": str(members)}
         deltas = opened.chain.kept if self.checkpoint.moving.everything else ()
@@ -119,3 +123,11 @@ class RuleState:
             robust=screened.arrays,
         )
         return checkpoint, screened
+
+    def _hidden(self, updates: Iterable[Update]) -> Iterable[Update]:
+        """With the noise of their sum where the aggregator adds it. A round that is closed again after a crash gets
+        other noise; nobody has seen the first."""
+        private = self._privacy
+        if private.mode != CENTRAL:
+            return updates
+        return NoisedSum(updates, private.clip, private.noise_multiplier, secrets.token_bytes(gaussian.KEY_BYTES))

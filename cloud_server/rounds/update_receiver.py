@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from cloud_server.broadcast.manifest import privacy_rules
 from cloud_server.broadcast.open_round import OpenRound, Rounds
 from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.identity.audit_log import Recorder
@@ -46,7 +47,7 @@ class UpdateReceiver:
         clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
     ):
         self._screening, self._method, self._layout = fleet.screening, fleet.method, layout
-        self._layout_hash, self._codecs = layout_hash, codecs
+        self._layout_hash, self._codecs, self._privacy = layout_hash, codecs, str(privacy_rules(fleet.config) or "")
         self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
         self._tell, self._audit, self._now, self._log = tell, audit, now, log
         self.max_upload_bytes = max(
@@ -197,6 +198,7 @@ class UpdateReceiver:
             "base model": (manifest.base, opened.model.model),
             "arrays": (manifest.train or "all", self._layout.places(opened.arrays.moving) or "all"),
             "codec": (manifest.codec, manifest.codec if manifest.codec in accepted or noted else " or ".join(accepted)),
+            "privacy": (manifest.privacy or "none", self._privacy or "none"),
             "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
@@ -242,8 +244,8 @@ class UpdateReceiver:
 
     def _row(self, number: int, device: str, manifest: UploadManifest, status: str, reason: str = "") -> Update:
         return Update(
-            round=number, device=device, update_id=manifest.id, received_at=self._now(), samples=manifest.samples,
-            loss=manifest.metrics.get("loss"), payload_bytes=manifest.blob.size, chunks=manifest.blob.n, status=status,
-            reason=reason, skipped=is_note(manifest.codec),
+            round=number, device=device, update_id=manifest.id, received_at=self._now(),
+            samples=manifest.samples or None, loss=manifest.metrics.get("loss"), payload_bytes=manifest.blob.size,
+            chunks=manifest.blob.n, status=status, reason=reason, skipped=is_note(manifest.codec),
         )
 

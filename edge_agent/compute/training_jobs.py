@@ -78,7 +78,7 @@ class TrainingJobs:
         result = self.round(order, broadcast, method_state(before))
         update.keep(
             order.home, order.life, manifest, order.layout, result.update, result.pending, before,
-            samples=result.samples, metrics={"loss": result.loss, **order.cut}, seed=order.seed,
+            samples=result.samples, metrics={update.LOSS: result.loss, **order.cut}, seed=order.seed,
         )
         return {
             "loss": result.loss, "samples": result.samples, "steps": result.steps, "flops": result.flops,

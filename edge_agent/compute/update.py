@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 
 from edge_agent.device.manifest_method import hyper_of, method_of, wire
@@ -11,8 +12,13 @@ from fleet_core.codecs.interface import Seed
 from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.model.encoded_update import encode_update
 from fleet_core.model.layout import Layout
+from fleet_core.privacy import gaussian
+from fleet_core.privacy.gaussian import Private
+from fleet_core.privacy.settings import LOCAL
 from fleet_core.protocol.chunks import Blob
-from fleet_core.protocol.round_messages import MAX_NORM, NO_UPDATE, Manifest, UploadManifest
+from fleet_core.protocol.round_messages import MAX_NORM, NO_UPDATE, Manifest, PrivacyRules, UploadManifest
+
+LOSS = "loss"
 
 
 def keep(
@@ -25,14 +31,17 @@ def keep(
     life: of the agent that asked for it. pending: the method's state after the round; before: the device's state before
     it. metrics: what the aggregator is told of the training, the loss above all. seed: of a codec that draws. Raises
     CodecError for values that are not finite.
+
+    What is written has its noise, which is drawn once: an agent that starts again offers the same bytes.
     """
-    method = method_of(manifest)
+    method, privacy = method_of(manifest), manifest.up.privacy
+    hidden = privacy is not None and privacy.mode == LOCAL
     name = next((c for c in manifest.up.codecs if c in CODECS), "fp32")
     made = encode_update(
         name, update, pending, before, method=method, hyper=hyper_of(method, manifest.method.hyper),
         layout=wire(layout, method), round_number=manifest.scalars["round"], seed=seed,
         moving=layout.moving(manifest.train),
-        least_norm=manifest.up.least_norm,
+        least_norm=manifest.up.least_norm, private=None if privacy is None else _private(privacy),
     )
     key = state_key(manifest)
     upload = UploadManifest(
@@ -42,11 +51,17 @@ def keep(
         method=method.name,
         layout=layout.hash,
         dual_epoch=manifest.dual_epoch,
-        samples=samples,
+        samples=0 if hidden else samples,
         scalars=dict(update.scalars),
-        metrics=dict(metrics),
+        metrics={name: value for name, value in metrics.items() if not (hidden and name == LOSS)},
         after=home.learned(key) or NO_UPDATE,
         residual=None if made.left is None else min(made.left, MAX_NORM),
         train=manifest.train,
+        privacy="" if privacy is None else str(privacy),
     )
     home.leave_made(key, life, manifest.round, upload, made.data, made.state)
+
+
+def _private(rules: PrivacyRules) -> Private:
+    noise = rules.noise if rules.mode == LOCAL else 0.0
+    return Private(rules.clip, noise, secrets.token_bytes(gaussian.KEY_BYTES))

@@ -117,6 +117,7 @@ class Reporter:
             chain=True,
             packed=True,
             parts=True,
+            private=True,
             engines=self._limits.engines,
             board=self._board[:MAX_BOARD],
         )

@@ -13,6 +13,7 @@ from fleet_core.codecs.interface import Seed
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.model.skipped_updates import is_note
+from fleet_core.privacy.gaussian import Private
 
 RESIDUAL = "residual"
 """The role of what lossy codecs left out of earlier updates, beside the roles of the method's own state."""
@@ -42,23 +43,27 @@ def method_state(state: ClientState) -> ClientState:
 def encode_update(
     codec: str, update: Payload, pending: ClientState, before: ClientState, *, method: Method, hyper: Any,
     layout: Layout, round_number: float, seed: Seed, least_norm: float = 0.0, moving: Moving = EVERYTHING,
+    private: Private | None = None,
 ) -> EncodedUpdate:
     """Encodes ``update`` and follows up what the codec lost.
 
     pending: the method's state after the round. before: the device's state before it, whose residual is added to the
     update. layout: of what crosses the wire. seed: of a codec that draws. least_norm: below it the update is skipped.
     moving: the arrays that the update has; the residual of the others stays. With error feedback the loss is the next
-    residual; without, the method corrects its state for it (``ClientRule.after_loss``). Raises CodecError for values
-    that are not finite.
+    residual; without, the method corrects its state for it (``ClientRule.after_loss``), as for what clipping and noise
+    changed (``private``): both come first, so the codec and the residual see the noised update alone. Raises CodecError
+    for values that are not finite.
     """
     part, owed = layout.part(moving), before.get(RESIDUAL)
     own = part.ordered(update.groups)
     due = None if owed is None else trees.merged(trees.zeros_like(own), moving.of(owed))
-    sent = payloads.send(codec, own, due, part, method.shared, seed, least_norm)
+    given = own if private is None else private.of(own)
+    sent = payloads.send(codec, given, due, part, method.shared, seed, least_norm)
     state = dict(pending)
-    if sent.error is not None:
-        moved = method.client.after_loss(freezing.part_of(pending, moving), sent.error, hyper, round_number)
-        state = dict(freezing.completed(moved, pending, moving))
+    errors = [] if private is None else [trees.subtract(own, given)]
+    for error in (*errors, *([] if sent.error is None else [sent.error])):
+        moved = method.client.after_loss(freezing.part_of(state, moving), error, hyper, round_number)
+        state = dict(freezing.completed(moved, state, moving))
     if sent.residual is not None or moving.rest(owed or {}):
         state[RESIDUAL] = trees.merged(moving.rest(owed or {}), sent.residual or {})
     return EncodedUpdate(sent.data, Payload(part.ordered(sent.decoded), update.scalars), state, sent.left, sent.codec)

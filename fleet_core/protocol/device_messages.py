@@ -24,7 +24,7 @@ class Presence:
     it takes a model as a ``Chain`` of deltas. beat: this is a heartbeat, of which only the phase counts. packed:
     whether it reads manifests under zstd. parts: whether it can train a part of a model; None: it does not say.
     engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
-    board: what it is, for people; empty from agents that do not say.
+    board: what it is, for people; empty from agents that do not say. private: whether it follows ``PrivacyRules``.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -46,6 +46,7 @@ class Presence:
     parts: bool | None = None
     engines: tuple[str, ...] = field(default=(), metadata={"max_length": 16})
     board: str = field(default="", metadata={"max_length": MAX_BOARD})
+    private: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,14 +70,30 @@ class Counted:
 
 
 @dataclass(frozen=True)
+class PrivacyRules:
+    """What a device does to its update before anything else (``fleet_core.privacy``). It refuses a manifest with a mode
+    that it does not know. clip: Euclidean norm. noise: standard deviation over clip, which a device adds in the
+    mode ``local`` alone."""
+
+    mode: str = field(metadata={"choices": ("local", "central")})
+    clip: float = field(metadata={"above": 0, "max": 1e9})
+    noise: float = field(metadata={"above": 0, "max": 1e9})
+
+    def __str__(self) -> str:
+        return f"{self.mode} clip {self.clip!r} noise {self.noise!r}"
+
+
+@dataclass(frozen=True)
 class UploadRules:
     """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first.
-    least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is."""
+    least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is.
+    privacy: None for updates as they are."""
 
     max: int = field(default=1 << 28, metadata=whole(MAX_BLOB_BYTES, 1))
     chunk: int = field(default=61440, metadata=whole(1 << 24, 1024))
     codecs: tuple[str, ...] = ("fp32",)
     least_norm: float = field(default=0.0, metadata={"min": 0, "max": MAX_NORM})
+    privacy: PrivacyRules | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +178,8 @@ class UploadManifest:
     base: id of the weights it was trained from. after: according to the device's training state, its last update that
     was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual:
     Euclidean norm of what the codec left out; None when the device does not say, or sends nothing. train: the arrays
-    that it has, as in the round's manifest.
+    that it has, as in the round's manifest. privacy: the ``PrivacyRules`` that the device followed, as text; with
+    ``local`` noise it says neither samples nor loss.
     """
 
     blob: Blob
@@ -178,6 +195,7 @@ class UploadManifest:
     after: UpdateRef | None = None
     residual: float | None = field(default=None, metadata={"min": 0, "max": MAX_NORM})
     train: str | None = field(default=None, metadata=PLACES)
+    privacy: str = field(default="", metadata={"max_length": 200})
 
     @property
     def id(self) -> str:

@@ -127,7 +127,8 @@ def test_every_experiment_runs_in_small(
 
 DEFAULTS = schema.plain({
     field.name: field.default_factory() if callable(field.default_factory) else field.default
-    for field in dataclasses.fields(experiments.Experiment) if field.name in ("skip_below", "train", "robust")
+    for field in dataclasses.fields(experiments.Experiment)
+    if field.name in ("skip_below", "train", "robust", "privacy")
 })
 
 

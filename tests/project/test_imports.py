@@ -47,6 +47,7 @@ HOMES = {
     "prometheus_client": ("cloud_server/integrations/prometheus.py",),
     "tensorboard": ("cloud_server/integrations/tracking.py",),
     "mlflow": ("cloud_server/integrations/tracking.py",),
+    "dp_accounting": ("fleet_core/privacy/accountant.py",),
     "typer": ("cloud_server/commands/", "cloud_server/devices/", "cloud_server/choices/"),
     "rich": ("cloud_server/", "firmware_profiles/ssh/"),
 }
@@ -60,7 +61,10 @@ BOUNDS = {
 
 # Modules that must start without these, including everything that they import. Inside functions only COMPOSERS and the
 # homes of torch may reach torch.
-OPERATOR = {"torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml", "starlette", "uvicorn", "tensorboard", "mlflow"}
+OPERATOR = {
+    "torch", "onnx", "onnxscript", "matplotlib", "ray", "yaml", "starlette", "uvicorn", "tensorboard", "mlflow",
+    "dp_accounting",
+}  # fmt: skip
 LIGHT = {
     "cloud_server.commands.cli": OPERATOR | {"numpy", "cryptography", "paho"},
     **dict.fromkeys(

@@ -27,6 +27,8 @@ from fleet_core.data.sets.registry import entries
 from fleet_core.model import select_arrays
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.select_arrays import TrainSection
+from fleet_core.privacy import settings as privacy
+from fleet_core.privacy.settings import CENTRAL, PrivacySection
 from fleet_core.robust import settings as robust
 from fleet_core.robust.settings import RobustSection
 
@@ -129,14 +131,22 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class SimulatedPrivacySection(PrivacySection):
+    """amplified: epsilon for those who see the models alone and not which devices were drawn, with ``central`` noise. A
+    fleet has none: its manifests say who takes part."""
+
+    amplified: bool = False
+
+
+@dataclass(frozen=True)
 class Experiment:
     """cohort: devices per round, 0 for all. averaged: how many of these the server averages, 0 for all; the others
     train only for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
     four bytes per value and is lossless. skip_below: as in a fleet. board: a profile or its file, with constants for
     joules. precision: ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything
     else of a method stay float32. A fleet trains in float32. train: which arrays rounds train and send. robust,
-    max_update_norm: which updates are used. All three as in fleet.toml. max_batch: a batch on every device has at most
-    so many samples, as on a board with that limit."""
+    max_update_norm: which updates are used. privacy: of updates. All four as in fleet.toml. max_batch: a batch on every
+    device has at most so many samples, as on a board with that limit."""
 
     data: DataSection
     model: ModelSection
@@ -154,6 +164,7 @@ class Experiment:
     precision: str = field(default=PRECISIONS[0], metadata={"choices": PRECISIONS})
     train: TrainSection = field(default_factory=TrainSection)
     robust: RobustSection = field(default_factory=RobustSection)
+    privacy: SimulatedPrivacySection = field(default_factory=SimulatedPrivacySection)
     max_update_norm: float | None = field(default=None, metadata={"above": 0})
     max_batch: int | None = field(default=None, metadata={"min": 1})
 
@@ -259,6 +270,8 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
     for name in dict.fromkeys(section.name for section in found.method):
         yield from select_arrays.check(found.train, METHODS[name])
         yield from robust.check(found.robust, METHODS[name])
+    if found.privacy.amplified and not (found.privacy.mode == CENTRAL and found.cohort):
+        yield schema.Problem("privacy.amplified", f"needs mode = '{CENTRAL}' and a cohort that is drawn")
     grids = [problem for i, section in enumerate(found.method) for problem in _grid_checks(f"method[{i}]", section)]
     yield from grids or _run_checks(found)
 
@@ -307,6 +320,11 @@ def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
             times[label] += 1
             _, problems = schema.read(METHODS[section.name].hyper, hyper)
             wrong |= dict.fromkeys(problems)
+        read_hyper, _ = schema.read(METHODS[section.name].hyper, section.hyper)
+        yield from privacy.check(
+            found.privacy, METHODS[section.name], read_hyper, auto=AUTO in (found.codec_up, found.codec_down),
+            skip_below=found.skip_below, rule=found.robust.rule,
+        )
         if found.averaged and set(METHODS[section.name].client.keeps) - {"personal"}:
             kept = ", ".join(METHODS[section.name].client.keeps)
             yield schema.Problem("averaged", f"{section.name} keeps a {kept}, which needs every update to be averaged")

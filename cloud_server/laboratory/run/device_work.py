@@ -33,6 +33,9 @@ from fleet_core.learning.architectures import MODELS
 from fleet_core.model.encoded_update import EncodedUpdate, encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
+from fleet_core.privacy import gaussian
+from fleet_core.privacy.gaussian import Private
+from fleet_core.privacy.settings import LOCAL
 from fleet_core.training.local_round import TrainResult
 from fleet_core.training.round_plans import Participant, capped
 
@@ -218,14 +221,20 @@ class Worker:
     def _encoded(
         self, task: TrainingTask, client: str, result: TrainResult, before: ClientState
     ) -> EncodedUpdate:
-        if task.codec == PLAIN and not self._experiment.skip_below:
+        section = self._experiment.privacy
+        if task.codec == PLAIN and not self._experiment.skip_below and not section.on:
             update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)
             return EncodedUpdate(b"", update, result.pending, None, PLAIN)
         return encode_update(
             "fp32" if task.codec == PLAIN else task.codec, result.update, result.pending, before, method=self._method,
             hyper=self._hyper, layout=self._wire, round_number=task.round, seed=self._seed(task, client),
-            least_norm=task.least_norm, moving=task.moving,
+            least_norm=task.least_norm, moving=task.moving, private=self._private(task, client) if section.on else None,
         )
+
+    def _private(self, task: TrainingTask, client: str) -> Private:
+        section = self._experiment.privacy
+        noise = section.noise_multiplier if section.mode == LOCAL else 0.0
+        return Private(section.clip, noise, gaussian.key_of(self._run.seed, task.round, client))
 
     # Evaluate ---------------------------------------------------------------------------------------------------------
 

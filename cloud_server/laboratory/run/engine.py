@@ -44,6 +44,10 @@ from fleet_core.model import choose_codec, payloads, skipped_updates
 from fleet_core.model.choose_codec import Choice, Past
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.model.skipped_updates import Measured
+from fleet_core.privacy import gaussian
+from fleet_core.privacy.accountant import Accountant, Spent
+from fleet_core.privacy.gaussian import NoisedSum
+from fleet_core.privacy.settings import CENTRAL
 from fleet_core.protocol import cohort
 from fleet_core.robust.screening import Screening
 
@@ -83,7 +87,10 @@ class Engine:
         self._saved, self._unsaved = lab.clock(), set[str]()
         self._codecs = lab.experiment.codecs(self._method)
         self._arrays = RunArrays(lab.experiment.train, lab.layout, self._method)
-        self._screening = Screening(self._method, lab.experiment.robust, lab.experiment.max_update_norm)
+        self._privacy = private = lab.experiment.privacy
+        bound = private.max_update_norm(lab.experiment.max_update_norm)
+        self._screening = Screening(self._method, lab.experiment.robust, bound)
+        self._told = Spent(Accountant(private.delta, self._drawn())) if private.on else None
         self._skip_below = lab.experiment.skip_below if self._method.cumulative else 0.0  # as in a fleet
         self._past: list[Mapping[str, Any]] = []
         self._downloads = ModelDownloads(lab.experiment, run, lab.workload.names, self._arrays, self._past)
@@ -100,7 +107,26 @@ class Engine:
 
     def _over(self, number: int) -> bool:
         budget = self._lab.experiment.budget
-        return number >= budget.rounds or self._spent.reaches(budget.payload_bytes, budget.joules)
+        return (number >= budget.rounds or self._spent.reaches(budget.payload_bytes, budget.joules)
+                or self._private_over())
+
+    def _private_over(self) -> bool:
+        """Whether another round would pass the limit of epsilon."""
+        limit, noise = self._privacy.epsilon, self._privacy.noise_multiplier
+        return self._told is not None and limit is not None and self._told.after_another(noise) > limit
+
+    def _drawn(self) -> tuple[int, int] | None:
+        """(n, N) of devices drawn and there, where nobody sees who was drawn."""
+        return (self._lab.experiment.cohort, len(self._lab.workload.names)) if self._privacy.amplified else None
+
+    def _tell(self, number: int) -> dict[str, Any]:
+        """Counts the round; its figures, if updates are private. Without knowledge of who was drawn, each device spends
+        what the draw of a round costs."""
+        if self._told is None:
+            return {}
+        asked = ["each"] if self._privacy.amplified else self._downloads.asked(number)
+        self._told.add(asked, self._privacy.noise_multiplier)
+        return {"privacy": {"epsilon": self._told.epsilon, "rounds": self._told.most}}
 
     def _resume(self) -> Checkpoint:
         besides = tuple(group for group in self._method.down if group not in MODEL_GROUPS)
@@ -110,6 +136,7 @@ class Engine:
             self._spent.add(row)
             self._past.append(row)
             self._arrays.add(row)
+            self._tell(row["round"])
         if kept is not None:
             return kept
         state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
@@ -143,7 +170,7 @@ class Engine:
         rule, members = self._method.server, len(self._lab.workload.names)
         as_received = replace(rule.as_received(before.state, trees.widened(sent.decoded)), round=number)
         screened = self._screening.screen(taken, before.facts, before.robust)
-        passing = Measured(screened.used, self._skip_below)
+        passing = Measured(self._hidden(screened.used, number), self._skip_below)
         state = freezing.apply(rule, as_received, passing, members, self._hyper, arrays.moving)
         taken.clear()
         learned = [self._discarded(one, number, screened.refused[one.client]) if one.client in screened.refused else one
@@ -156,7 +183,7 @@ class Engine:
         left = {"up": choose_codec.backlog((one.left for one in counted if one.averaged), move), "down": sent.left}
         if set(self._codecs.values()) != {PLAIN}:
             row["codecs"] = {way: {**schema.plain(one), "left": left[way]} for way, one in chosen.items()}
-        row |= self._arrays.figures(arrays, state, sent.decoded)
+        row |= {**self._arrays.figures(arrays, state, sent.decoded), **self._tell(number)}
         self._spent.add(row)
         deltas = () if sent.chain is None else sent.chain.kept
         facts = {**passing.facts(screened.facts), SINCE: str(model_since(before) if sent.same else number)}
@@ -175,6 +202,13 @@ class Engine:
             self._save(after)
         self._lab.told(row)
         return after
+
+    def _hidden(self, updates: Iterable[Update], number: int) -> Iterable[Update]:
+        """With the noise of their sum where the aggregator adds it."""
+        section = self._privacy
+        if section.mode != CENTRAL:
+            return updates
+        return NoisedSum(updates, section.clip, section.noise_multiplier, gaussian.key_of(self._run.seed, number))
 
     def _averaged(self, number: int, asked: Sequence[str]) -> set[str]:
         """Whose updates the server has: all, or the draw that would be a cohort of so many."""

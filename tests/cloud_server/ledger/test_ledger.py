@@ -263,7 +263,8 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 
 def without_skipped(ledger: Ledger) -> None:
-    """Undoes versions 7 and 8."""
+    """Undoes versions 7 to 9."""
+    ledger._db.execute("DROP TABLE privacy")
     ledger._db.execute("DROP TABLE arrays")
     ledger._db.execute("ALTER TABLE updates DROP COLUMN skipped")
 

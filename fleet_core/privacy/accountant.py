@@ -1,0 +1,81 @@
+"""Epsilon of rounds, by Google's dp-accounting (Rényi divergences of the Gaussian mechanism).
+
+Neighbours are two fleets in which one device holds other samples, whatever they are; its clipped update may differ by
+2 C, and noise of z C is z / 2 of that. Papers whose neighbours differ in whether a device is there at all state about
+half of this epsilon.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fleet_core.base.errors import ConfigError
+
+Rounds = Mapping[float, int]
+"""Noise multiplier -> number of rounds with it, of one device."""
+
+
+class Accountant:
+    """Epsilon for a delta. sampled: (n, N) where the n devices of each round are drawn from N anew, and nobody who sees
+    the model knows which. Raises ConfigError where dp-accounting is not installed."""
+
+    def __init__(self, delta: float, sampled: tuple[int, int] | None = None):
+        self._delta, self._sampled, self._library = delta, sampled, _library()
+        self._known: dict[tuple[tuple[float, int], ...], float] = {}
+
+    def epsilon(self, rounds: Rounds) -> float:
+        """Of a device that took part in ``rounds``."""
+        key = tuple(sorted((noise, count) for noise, count in rounds.items() if count))
+        if key not in self._known:
+            self._known[key] = self._composed(key) if key else 0.0
+        return self._known[key]
+
+    def _composed(self, rounds: Iterable[tuple[float, int]]) -> float:
+        library = self._library
+        accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
+        for noise, count in rounds:
+            event = library.GaussianDpEvent(noise / 2)
+            if self._sampled is not None:
+                event = library.SampledWithoutReplacementDpEvent(self._sampled[1], self._sampled[0], event)
+            accountant.compose(event, count)
+        return float(accountant.get_epsilon(self._delta))
+
+
+class Spent:
+    """What the devices of a fleet have spent."""
+
+    def __init__(self, accountant: Accountant):
+        self._accountant = accountant
+        self._rounds: dict[str, Counter[float]] = {}
+
+    def add(self, devices: Iterable[str], noise: float) -> None:
+        """A round in which ``devices`` were asked."""
+        for name in devices:
+            self._rounds.setdefault(name, Counter())[noise] += 1
+
+    @property
+    def epsilon(self) -> float:
+        """Of the device that has spent most."""
+        return max(map(self._accountant.epsilon, self._rounds.values()), default=0.0)
+
+    @property
+    def most(self) -> int:
+        """The largest number of rounds in which a device was asked."""
+        return max((sum(rounds.values()) for rounds in self._rounds.values()), default=0)
+
+    def after_another(self, noise: float) -> float:
+        """``epsilon`` if that device is asked in another round."""
+        known = [Counter[float](), *self._rounds.values()]
+        return max(self._accountant.epsilon(rounds + Counter([noise])) for rounds in known)
+
+
+def _library() -> Any:
+    try:
+        import dp_accounting
+        import dp_accounting.rdp
+    except ModuleNotFoundError as error:
+        raise ConfigError("epsilon needs dp-accounting, which is not installed", where="privacy.mode",
+                          hint="pip install 'metafleet[privacy]'") from error
+    return dp_accounting
