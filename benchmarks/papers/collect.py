@@ -33,6 +33,7 @@ from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan.experiment import Experiment, Run
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.results.outcome import SIMULATION
+from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 
@@ -84,14 +85,26 @@ def _still_true(name: str, asked: Experiment, kept: Row | None, say: Callable[[s
     """The kept methods that the experiment still has with the same settings."""
     if kept is None:
         return {}
-    if kept["settings"] != _settings(asked):
+    if _with_defaults(kept["settings"]) != _settings(asked):
         say(f"{name}: its settings have changed; its kept runs are dropped")
         return {}
     hyper = {run.label: _written(run.hyper) for run in experiments.runs(asked)}
     for label, method in kept["methods"].items():
-        if method["hyper"] != hyper.get(label):
+        if _of_method(method) != hyper.get(label):
             say(f"{name}: no {label} has the settings of the kept runs, which are dropped")
-    return {label: method for label, method in kept["methods"].items() if method["hyper"] == hyper.get(label)}
+    return {label: method for label, method in kept["methods"].items() if _of_method(method) == hyper.get(label)}
+
+
+def _of_method(kept: Row) -> Any:
+    """The kept hyper-parameters with the defaults of those that came later."""
+    found, _ = schema.read(METHODS[kept["method"]].hyper, kept["hyper"])
+    return kept["hyper"] if found is None else _written(found)
+
+
+def _with_defaults(kept: Row) -> Any:
+    """Kept settings with the defaults of those that came later."""
+    found, _ = schema.read(Experiment, {**kept, "method": []})
+    return kept if found is None else _settings(found)
 
 
 def _settings(asked: Experiment) -> Any:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from cloud_server.records import tariff as tariffs
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.records.tariff import Tariff
-from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.interface import Method, read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import CodecError, ConfigError, StateError
@@ -269,7 +269,7 @@ def _check_budget(settings: FleetConfig, path: Path) -> None:
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
     """(method, hyper-parameters). Raises ConfigError that names the wrong keys."""
     method = METHODS[settings.fleet.method]
-    hyper, problems = schema.read(method.hyper, settings.hyper)
+    hyper, problems = read_hyper(method, settings.hyper)
     named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
     named += [*select_arrays.check(settings.train, method), *robust.check(settings.robust, method)]
     if hyper is not None:

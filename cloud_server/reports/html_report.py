@@ -27,7 +27,7 @@ from cloud_server.figures.html_elements import card, cards, heading, page, row, 
 from cloud_server.figures.html_style import STYLE
 from cloud_server.figures.scores import Score
 from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules
-from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs, outcome, privacy_tables
+from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs, privacy_tables
 from cloud_server.reports.html_costs import Pricing
 from cloud_server.results import outcome
 from cloud_server.results import result as results

@@ -21,7 +21,6 @@ from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.ledger.ledger_tables import STAGES, Evaluation
-from cloud_server.reports import device_costs, round_choices
 from cloud_server.results import device_costs, round_choices
 from cloud_server.results import verdict as verdicts
 from cloud_server.results.device_costs import DeviceCosts

@@ -8,11 +8,11 @@ hessian-free and Moreau directions are not derivatives of any loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from fleet_core.algorithms import optimizers
-from fleet_core.base import trees
+from fleet_core.base import schema, trees
 from fleet_core.base.trees import Params
 
 ADAPTATIONS = (
@@ -117,6 +117,10 @@ class LocalSgd:
     clip_norm: float = weight(10.0)
     augment: str = one_of("none", AUGMENTATIONS)
 
+    def unread(self, method: Method) -> dict[str, str]:
+        """{setting: why} of those that do nothing in ``method`` with these values."""
+        return {}
+
 
 class ClientRule:
     """The device half. Subclasses override what they need. ``keeps``: the roles of its state."""
@@ -151,6 +155,10 @@ class ServerRule:
     def init(self, first: Params, hyper: Any) -> ServerState:
         """first: initial values of every group that goes down; groups that are not the model's own are zero."""
         return ServerState(model=first, served=first)
+
+    def sends_changes(self, hyper: Any) -> bool:
+        """Whether what a device sends is the change of its model in the round, for comparisons of methods."""
+        return self.sums
 
     def broadcast(self, state: ServerState) -> Payload:
         """What a cohort receives, the same for every device."""
@@ -243,6 +251,19 @@ class Method:
     def params(self, model: Params) -> dict[str, dict[str, Any]]:
         """The part of ``model`` that this method trains and sends."""
         return trees.only(model, self.shared)
+
+
+def read_hyper(method: Method, values: Mapping[str, Any]) -> tuple[Any, list[schema.Problem]]:
+    """(hyper-parameters from what a person wrote, []) or (None, problems). A setting that does nothing in this method
+    with these values is a problem, unless it has its default."""
+    hyper, problems = schema.read(method.hyper, values)
+    wrong = {problem.key for problem in problems}
+    legible = schema.read(method.hyper, {k: v for k, v in values.items() if k not in wrong})[0] if wrong else hyper
+    unread = legible.unread(method) if isinstance(legible, LocalSgd) else {}
+    default = {field.name: field.default for field in fields(method.hyper)}
+    problems += [schema.Problem(name, f"does nothing here: {why}") for name, why in unread.items()
+                 if name in values and name not in wrong and getattr(legible, name) != default[name]]
+    return (None, problems) if problems else (hyper, [])
 
 
 def own_steps(method: Method, hyper: Any, *, trained: bool = False) -> tuple[float, int]:

@@ -109,7 +109,8 @@ def _accuracies(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]
             theirs = paper[row][number] if row in paper else None
             figure = f"new_devices.{support}.{kind_of(row)}"
             cells += [_percent(theirs), page.cell(result, experiment_of(label, support), label, figure)]
-        yield [row, *cells, page.seeds(result, experiment_of(label, SUPPORTS[0]), label)]
+        each = [page.seeds(result, experiment_of(label, support), label) for support in SUPPORTS]
+        yield [row, *cells, ", ".join(each) if len(set(each)) > 1 else each[0]]
 
 
 def _besides(result: Result) -> Iterator[list[str]]:

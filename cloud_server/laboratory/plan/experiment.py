@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fleet_core.algorithms.interface import Method
+from fleet_core.algorithms.interface import Method, read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes, schema
 from fleet_core.base.errors import ConfigError
@@ -41,6 +41,9 @@ LONGEST_LABEL = 200  # including the values of a grid; the label is part of a fo
 MAX_RUNS = 1000
 SYNTHETIC = "synthetic"
 FILE_KEYS = ("data.file", "data.samples", "data.data")  # common mistakes for data.path
+SERVER, RUNNING, LATEST = "server", "running-mean", "latest-mean"
+KINDS = (SERVER, RUNNING, LATEST)
+"""Models beside the served one, see ``other_models``."""
 SEVERAL = ("method", "seeds")
 """The keys of an experiment that differ between its runs."""
 
@@ -93,7 +96,8 @@ class EvaluationSection:
     novel_classes: classes that no device trains on. novel: how many devices are evaluated on them, with how many of
     them (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test uses
     the test samples, including their labels! also_test_step: evaluate this way in addition, under ``test_step``.
-    targets: accuracies whose cost is reported."""
+    models: models under which devices are evaluated in addition to the served one (``other_models``). targets:
+    accuracies whose cost is reported."""
 
     every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
     devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -106,6 +110,7 @@ class EvaluationSection:
     novel: Mapping[str, int] = field(default_factory=dict)
     test_step: bool = False
     also_test_step: bool = False
+    models: tuple[str, ...] | None = field(default=None, metadata={"choices": KINDS})
     targets: tuple[float, ...] = field(default=(), metadata={"above": 0, "max": 1})
 
 
@@ -286,8 +291,8 @@ def _is_file(name: str) -> bool:
 def _evaluation_checks(evaluation: EvaluationSection) -> Iterator[schema.Problem]:
     if evaluation.new_devices + evaluation.validation >= 1:
         yield schema.Problem("evaluation.new_devices", "leaves no device to train")
-    for name in ("support", "novel_classes", "targets"):
-        if len(set(getattr(evaluation, name))) != len(getattr(evaluation, name)):
+    for name in ("support", "novel_classes", "targets", "models"):
+        if len(set(given := getattr(evaluation, name) or ())) != len(given):
             yield schema.Problem(f"evaluation.{name}", "has a duplicate value")
     known = {f.name for f in dataclasses.fields(Newcomers)}
     for name in evaluation.novel:
@@ -318,7 +323,7 @@ def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
         wrong: dict[schema.Problem, None] = {}
         for label, hyper in _combinations(section):
             times[label] += 1
-            _, problems = schema.read(METHODS[section.name].hyper, hyper)
+            _, problems = read_hyper(METHODS[section.name], hyper)
             wrong |= dict.fromkeys(problems)
         read_hyper, _ = schema.read(METHODS[section.name].hyper, section.hyper)
         yield from privacy.check(

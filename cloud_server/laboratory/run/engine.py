@@ -30,6 +30,7 @@ from cloud_server.laboratory.run.device_work import (
     TrainingTask,
 )
 from cloud_server.laboratory.run.executors import Executor
+from cloud_server.laboratory.run.other_models import OtherModels
 from cloud_server.laboratory.run.round_figures import Costs
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.records.checkpoint import Checkpoint
@@ -54,6 +55,8 @@ from fleet_core.robust.screening import Screening
 IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
 MAX_UPDATE_BYTES = 1 << 34
+MODELS = "models"
+"""Of a round's figures: those under other models than the served one, by kind."""
 
 
 class Stopped(Exception):
@@ -137,14 +140,18 @@ class Engine:
             self._past.append(row)
             self._arrays.add(row)
             self._tell(row["round"])
-        if kept is not None:
-            return kept
-        state = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
-        return Checkpoint(0, state)
+        start = self._method.server.init(trees.widened(trees.only(first, self._method.received)), self._hyper)
+        self._others = OtherModels(
+            self._lab.experiment.evaluation.models or (), self._method, self._hyper, self._store.folder,
+            self._lab.workload.names, start.model,
+        )
+        self._others.resume(0 if kept is None else kept.round)
+        return Checkpoint(0, start) if kept is None else kept
 
     def _save(self, checkpoint: Checkpoint) -> None:
         if checkpoint.round:
             self._store.save(checkpoint, self._unsaved)
+            self._others.saved(checkpoint.round)
         self._unsaved, self._saved = set(), self._lab.clock()
 
     # A round ----------------------------------------------------------------------------------------------------------
@@ -172,6 +179,7 @@ class Engine:
         screened = self._screening.screen(taken, before.facts, before.robust)
         passing = Measured(self._hidden(screened.used, number), self._skip_below)
         state = freezing.apply(rule, as_received, passing, members, self._hyper, arrays.moving)
+        self._others.close(number, sent.decoded, taken, screened.refused)
         taken.clear()
         learned = [self._discarded(one, number, screened.refused[one.client]) if one.client in screened.refused else one
                    for one in learned]
@@ -195,6 +203,8 @@ class Engine:
         if self._due(number):
             after, served, figures = self._serve(after)
             row |= {**figures, **self._evaluated(number, served)}
+            others = self._others.weights(number, after.state)
+            row |= {MODELS: {kind: self._evaluated(number, one) for kind, one in others.items()}} if others else {}
         row["seconds"] = self._lab.clock() - started
         self._store.add(row)
         self._unsaved |= {one.client for one in counted if one.stateful}

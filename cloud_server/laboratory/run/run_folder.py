@@ -34,6 +34,9 @@ MAX_STATE_BYTES = 1 << 33
 MAX_ROUNDS_BYTES = 1 << 32
 
 
+OTHER_MODELS = "other-models"
+
+
 class Clients:
     """The devices' states on disk; shared by the processes of one run, of which one writes a device at a time."""
 
@@ -173,8 +176,9 @@ class Store:
         return read_table(self.folder / "result.json")
 
     def forget_clients(self) -> None:
-        """The devices' states are not needed once a run has ended."""
-        shutil.rmtree(self.folder / "clients", ignore_errors=True)
+        """The devices' states and models are not needed once a run has ended."""
+        for name in ("clients", OTHER_MODELS):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
 def read_table(path: Path) -> dict[str, Any]:

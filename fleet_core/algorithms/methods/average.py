@@ -21,6 +21,7 @@ from fleet_core.algorithms.interface import (
     ClientState,
     GradFn,
     LocalSgd,
+    Method,
     Payload,
     ServerRule,
     ServerState,
@@ -36,6 +37,8 @@ from fleet_core.base import trees
 from fleet_core.base.trees import Params
 
 LARGEST_BETA = 0.999_999
+MOMENTS = ("server_beta1", "server_beta2", "server_epsilon", "server_start")
+"""The settings of Adam and Yogi."""
 STEPS = "server_steps"
 """Of the server's optimizer: scalars of the state, ``server_steps.group/name`` for each array."""
 
@@ -56,6 +59,10 @@ class Averaging(LocalSgd):
     server_beta2: float = weight(0.99, most=LARGEST_BETA)
     server_epsilon: float = positive(1e-3)
     server_start: float | None = weight(None)
+
+    def unread(self, method: Method) -> dict[str, str]:
+        sgd = dict.fromkeys(MOMENTS, "the server steps with SGD, which has no moments")
+        return {**super().unread(method), **(sgd if self.server_optimizer == "sgd" else {})}
 
 
 class AverageClient(ClientRule):

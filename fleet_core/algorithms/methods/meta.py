@@ -18,6 +18,7 @@ from fleet_core.algorithms.interface import (
     ClientState,
     GradFn,
     LocalSgd,
+    Method,
     Payload,
     ServerRule,
     ServerState,
@@ -27,11 +28,22 @@ from fleet_core.algorithms.interface import (
     positive,
     weight,
 )
-from fleet_core.algorithms.methods.average import LARGEST_BETA, AverageClient, AverageServer, Averaging, mean, moved
+from fleet_core.algorithms.methods.average import (
+    LARGEST_BETA,
+    MOMENTS,
+    AverageClient,
+    AverageServer,
+    Averaging,
+    mean,
+    moved,
+)
 from fleet_core.algorithms.optimizers import SERVER
 from fleet_core.base import trees
 
 FORMS = ("algorithm-1", "appendix")
+SERVERS = ("weighted", "server_optimizer", "server_lr", *MOMENTS)
+STEPPING = ("client_lr", "lr_decay", "local_optimizer", "weight_decay", "clip_norm")
+"""The settings of a device's own steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +59,13 @@ class FedMeta(Averaging):
     server_lr: float = positive(3e-3)
     server_beta2: float = weight(0.999, most=LARGEST_BETA)
     server_epsilon: float = positive(1e-8)
+
+    def unread(self, method: Method) -> dict[str, str]:
+        if self.form == "appendix":
+            fixed = dict.fromkeys(SERVERS, "the appendix's form averages, weighted by samples")
+            return {**fixed, "local_optimizer": "the appendix's form steps with Adam"}
+        still = dict.fromkeys(STEPPING, "in the form algorithm-1 a device takes no step: the server does, by server_lr")
+        return {**super().unread(method), **still}
 
     def averaging(self) -> FedMeta:
         """The settings of the appendix's form: devices step with Adam, the server averages."""
@@ -72,6 +91,9 @@ class GradientServer(ServerRule):
     """w ← w − β/P Σ g_u, or a step of Adam or Yogi; in the appendix's form, the mean of the models."""
 
     sums = True
+
+    def sends_changes(self, hyper: FedMeta) -> bool:
+        return hyper.form == "appendix"
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: FedMeta) -> ServerState:
         if hyper.form == "appendix":

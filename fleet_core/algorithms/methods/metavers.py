@@ -1,7 +1,7 @@
 """MetaVers: prototypes with a margin that grows.
 
-Lim, Kim, Seo, Moon, "MetaVers: Meta-Learned Versatile Representations for Personalized Federated Learning", WACV 2024,
-eq. 1-7. Proto training with a centroid triplet term; its margin is max(m_glob, m_i), where m_i, the mean distance of
+Lim, Ha, Yoon, "MetaVers: Meta-Learned Versatile Representations for Personalized Federated Learning", WACV 2024, eq.
+1-7. Proto training with a centroid triplet term; its margin is max(m_glob, m_i), where m_i, the mean distance of
 the device's class centroids, goes up and m_glob comes down.
 
 Without ``window_mean`` eq. 7 sums W − 1 values of m_glob and the mean of the reported m_i and divides by W. The printed

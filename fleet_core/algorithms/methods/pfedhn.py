@@ -25,6 +25,7 @@ from fleet_core.algorithms.interface import (
     ClientState,
     GradFn,
     LocalSgd,
+    Method,
     Payload,
     ServerRule,
     ServerState,
@@ -51,6 +52,9 @@ class Hyper(Averaging):
     hyper_width: int = count(32, most=1000)
     hyper_layers: int = count(2, most=10)
     embedding_lr: float = positive(0.1)
+
+    def unread(self, method: Method) -> dict[str, str]:
+        return {**super().unread(method), "weighted": "each device moves the hypernetwork alike"}
 
 
 class HyperClient(ClientRule):

@@ -53,6 +53,10 @@ class FineTune(Plain):
     finetune_lr: float = positive(0.05)
     finetune_steps: int = count(50, least=0)
 
+    def unread(self, method: Method) -> dict[str, str]:
+        none = {} if self.finetune_steps else {"finetune_lr": "there are no finetune_steps"}
+        return {**super().unread(method), **none}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proto(Episodic):
@@ -138,6 +142,11 @@ class PerFedAvg(Averaging, Maml):
     clip_norm: float = weight(0.0)
     independent_hessian_batch: bool = False
 
+    def unread(self, method: Method) -> dict[str, str]:
+        first_order = method.adaptation == "maml-first-order"
+        dropped = {"independent_hessian_batch": "the first order has no Hessian"} if first_order else {}
+        return {**super().unread(method), **dropped}
+
 
 @dataclass(frozen=True, kw_only=True)
 class HessianFree(PerFedAvg):
@@ -174,7 +183,8 @@ class MetaVers(Margins, Proto):
     over all triplets instead of their mean. margin_divisor: of eq. 3; ``printed`` is (N − 1)², ``pairs`` is N(N − 1).
     negative: what eq. 4 compares with; ``positive`` is d(x_p, x_n) as printed, ``centroid`` is d(a, x_n) as in the
     program. loss_share: 1 is the cross-entropy alone. Optimizer and rates are in the paper's supplement; in the program
-    the server steps with Adam at 1e-3 along the sum of one gradient of each device, which is the default."""
+    the server steps with Adam at 1e-3 along the sum of one gradient of each device. Here it steps along their mean
+    times client_lr, which is the same to Adam but for server_epsilon, a larger one for a smaller direction."""
 
     distance: str = one_of("squared", DISTANCES)
     margin_distance: str = one_of("norm", DISTANCES)
@@ -190,6 +200,15 @@ class MetaVers(Margins, Proto):
     server_lr: float = positive(1e-3)
     server_beta2: float = weight(0.999, most=LARGEST_BETA)
     server_epsilon: float = positive(1e-8)
+
+    def unread(self, method: Method) -> dict[str, str]:
+        by_class = dict.fromkeys(("support_batch", "query_batch", "draws"), "shots and query_shots say what is drawn")
+        at_random = {"query_shots": "without shots, query_batch says what is drawn"}
+        alone = dict.fromkeys(("warm_up", "triplet_sum", "negative"), "with loss_share = 1 there are no triplets")
+        return {
+            **super().unread(method), **(by_class if self.shots else at_random),
+            **(alone if self.loss_share == 1 else {}),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from fleet_core.algorithms.interface import (
     ClientState,
     GradFn,
     LocalSgd,
+    Method,
     Payload,
     ServerRule,
     ServerState,
@@ -38,6 +39,10 @@ class Scaf(LocalSgd):
     the program of Acar et al."""
 
     control_rate: str = one_of("stepped", ("stepped", "initial"))
+
+    def unread(self, method: Method) -> dict[str, str]:
+        same = {"control_rate": "without lr_decay both rates are the same"} if self.lr_decay == 1 else {}
+        return {**super().unread(method), **same}
 
 
 def distance(hyper: Scaf, round_number: float) -> float:

@@ -234,10 +234,10 @@ def test_a_method_that_there_is_not_is_reported_with_the_nearest(path: Path) -> 
 
 
 def test_a_label_that_is_too_long_for_a_folder_is_reported(path: Path) -> None:
-    names = ("client_lr", "finetune_lr", "clip_norm", "weight_decay", "server_lr")
+    names = ("client_lr", "lr_decay", "clip_norm", "weight_decay", "server_lr")
     grid = ", ".join(f"{name} = [0.12345678901234567]" for name in names)
     message = mistakes(path, {METHOD: f'label = "{"x" * 90}"\ngrid = {{{grid}}}'})
-    assert message == [f"9: method: '{'x' * 40}…' has 245 characters: give it a shorter label"]
+    assert message == [f"9: method: '{'x' * 40}…' has 242 characters: give it a shorter label"]
 
 
 # Mistakes of the command line -----------------------------------------------------------------------------------------
