@@ -20,8 +20,9 @@ from typing import Any
 
 from benchmarks import markdown
 from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload
 from cloud_server.laboratory.plan.workload import Workload
-from cloud_server.laboratory.run import simulate, workload
+from cloud_server.laboratory.run import simulate
 from cloud_server.laboratory.run.device_work import Setting
 from cloud_server.laboratory.run.engine import Engine, Laboratory
 from cloud_server.laboratory.run.executors import Inline

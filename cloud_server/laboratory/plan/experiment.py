@@ -233,8 +233,8 @@ def runs(experiment: Experiment) -> tuple[Run, ...]:
     made = []
     for section in experiment.method:
         for label, hyper in _combinations(section):
-            read_hyper, _ = schema.read(METHODS[section.name].hyper, hyper)
-            made += [Run(label, METHODS[section.name], read_hyper, seed) for seed in experiment.seeds]
+            chosen, _ = schema.read(METHODS[section.name].hyper, hyper)
+            made += [Run(label, METHODS[section.name], chosen, seed) for seed in experiment.seeds]
     return tuple(made)
 
 
@@ -325,9 +325,9 @@ def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
             times[label] += 1
             _, problems = read_hyper(METHODS[section.name], hyper)
             wrong |= dict.fromkeys(problems)
-        read_hyper, _ = schema.read(METHODS[section.name].hyper, section.hyper)
+        given, _ = schema.read(METHODS[section.name].hyper, section.hyper)
         yield from privacy.check(
-            found.privacy, METHODS[section.name], read_hyper, auto=AUTO in (found.codec_up, found.codec_down),
+            found.privacy, METHODS[section.name], given, auto=AUTO in (found.codec_up, found.codec_down),
             skip_below=found.skip_below, rule=found.robust.rule,
         )
         if found.averaged and set(METHODS[section.name].client.keeps) - {"personal"}:

@@ -14,7 +14,8 @@ from cloud_server.commands import server as commands
 from cloud_server.devices import fleet_status
 from cloud_server.ledger.ledger_tables import Round, RoundPrivacy, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.reports import html_report, outcome
+from cloud_server.reports import html_report
+from cloud_server.results import outcome
 from edge_agent.rounds import reports
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
