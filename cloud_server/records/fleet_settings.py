@@ -132,9 +132,8 @@ class FleetRobustSection(RobustSection):
 
     quarantine: bool = field(default=False, metadata={"about":
         "true: a device that had most of its last ten updates refused is not asked until 'metafleet devices release'."})
-    roll_back: float | None = field(default=None, metadata={"above": 0, "max": 1, "about":
-        "Training goes back when the served model costs half of the devices more accuracy than this, as 0.1; "
-        "left out: by hand only, 'metafleet server roll-back'."})
+    roll_back: float = field(default=0.0, metadata={"min": 0, "max": 1, "about":
+        "Training goes back when half of the devices lose more accuracy than this, as 0.1; 0: by hand only."})
 
 
 @dataclass(frozen=True)

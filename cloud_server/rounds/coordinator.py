@@ -245,7 +245,7 @@ class Coordinator:
     def _worse_model(self, number: int) -> tuple[int, str] | None:
         """(round to go back to, why), looked for once after each round."""
         limit, newest = self.config.robust.roll_back, self.served_round
-        if limit is None or self._compared == number:
+        if not limit or self._compared == number:
             return None
         self._compared, before = number, json.loads(self.ledger.fact(FACT) or '{"from": 0}')
         found = accuracy_drop.better_round(self.ledger, newest, self._parts.checkpoints.served_rounds(), limit)

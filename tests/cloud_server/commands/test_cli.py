@@ -536,19 +536,20 @@ def test_init_makes_a_fleet_once_and_again_only_what_is_missing(run: Run, data: 
     made = contents(fleet)
     certified = {f"{name}.{kind}" for name in ("ca", "tokens-ca", "aggregator") for kind in ("key", "pem")}
     assert {name for name in made if not name.startswith("mosquitto/")} == certified | {
-        "fleet.toml", "fleet.key", "fleet.pub", "graph.safetensors", "train.safetensors", "weights.safetensors",
-        "ledger.sqlite",
+        "audit.ndjson", "fleet.toml", "fleet.key", "fleet.pub", "graph.safetensors", "train.safetensors",
+        "weights.safetensors", "ledger.sqlite",
     }
+    made.pop("audit.ndjson")
     assert all(path.stat().st_mode & 0o077 == 0 for path in fleet.rglob("*.key"))
     assert run("metafleet", "init", fleet).code == 0
-    assert contents(fleet) == made
+    assert contents(fleet).items() >= made.items()
     (fleet / "train.safetensors").unlink()
     assert run("metafleet", "init", fleet, "--no-train-graph").code == 0
     assert not (fleet / "train.safetensors").exists()
     (fleet / "graph.safetensors").unlink()
     refused(run("metafleet", "server", "start", fleet), 1, "the graph is missing", f"hint: metafleet init {fleet}")
     assert run("metafleet", "init", fleet, "--data", data, "--rounds", 2).code == 0
-    assert contents(fleet) == made
+    assert contents(fleet).items() >= made.items()
 
 
 def test_init_says_which_methods_devices_need_torch_to_train(run: Run, data: Path, tmp_path: Path) -> None:

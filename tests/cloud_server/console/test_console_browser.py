@@ -121,7 +121,7 @@ def test_pausing_by_keyboard_asks_first_and_is_in_the_log(page: Page) -> None:
     assert page.driver.switch_to.active_element.text == "Cancel"
     page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
     page.until(lambda: not page.all("dialog"))
-    assert audit_log.read(page.fleet.folder) == []
+    assert {entry["action"] for entry in audit_log.read(page.fleet.folder)} <= {"serve console"}
     page.one("#pause").send_keys(Keys.ENTER)
     page.until(lambda: page.driver.switch_to.active_element.text == "Cancel")
     page.driver.switch_to.active_element.send_keys(Keys.TAB)

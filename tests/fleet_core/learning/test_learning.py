@@ -445,7 +445,7 @@ def test_subnormals_count_as_zero_in_training_and_personalizing_alone(already: b
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("name", ["p-avg-proto", "metavers", "per-fedavg-exact"])
+@pytest.mark.parametrize("name", ["p-avg-proto", "metavers", "pfldyn-proto"])
 def test_a_class_with_one_sample_is_left_out_and_named(name: str) -> None:
     x, y = toy_samples(40, labels=(0, 1))
     result = round_of(name, (np.concatenate([x, x[:1]]), np.append(y, 2)))
