@@ -333,7 +333,7 @@ def keys() -> set[str]:
                    "model": experiments.ModelSection,
                        "evaluation": experiments.EvaluationSection, "budget": experiments.Budget,
                    "method": experiments.MethodSection, "train": TrainSection,
-                   "robust": RobustSection}.get(part.name)  # fmt: skip
+                   "robust": RobustSection, "privacy": experiments.SimulatedPrivacySection}.get(part.name)  # fmt: skip
         found |= {f"{part.name}.{f.name}" for f in dataclasses.fields(section)} if section else {part.name}
     return found
 
