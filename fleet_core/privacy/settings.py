@@ -21,8 +21,7 @@ class PrivacySection:
     (central). delta: for which epsilon is stated. epsilon: no round opens that would pass it; None for no limit."""
 
     mode: str = field(default=NONE, metadata={"choices": MODES, "about":
-        "none; local: devices add noise to what they send; central: the aggregator adds it to the sum. "
-        "docs/privacy.md says what each hides from whom."})
+        "Who adds noise to updates: none, local (each device) or central (the aggregator); see docs/privacy.md."})
     clip: float = field(default=1.0, metadata={"above": 0, "max": 1e9, "about":
         "An update is scaled down to this norm; set it near the median norm of honest ones."})
     noise_multiplier: float = field(default=1.0, metadata={"above": 0, "max": 1e9, "about":

@@ -301,7 +301,8 @@ def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tm
     text = (small_fleet(tmp_path / "fleet").folder / "fleet.toml").read_text()
     lines = text.splitlines()
     assert lines[0] == HEAD
-    for key in schema.plain(FleetSection("x")).keys() | {"up", "down", "skip_below", "rule", "share", "quarantine", "roll_back"}:
+    besides = {"up", "down", "skip_below", "rule", "share", "quarantine", "roll_back"}
+    for key in schema.plain(FleetSection("x")).keys() | besides:
         at = next(n for n, line in enumerate(lines) if line.startswith(f"{key} = "))
         assert lines[at - 1].startswith("# ")
     assert all(len(line) < 120 for line in lines if line.startswith("#"))
@@ -330,7 +331,8 @@ def test_init_again_accepts_a_fleet_toml_without_the_keys_that_are_written_now(t
     made = small_fleet(tmp_path / "fleet")
     path = made.folder / "fleet.toml"
     text = path.read_text()
-    left_out = ("#", "cohort", "quorum", "deadline_s", "first_wait_s", "serve_every", "enrolment", "rule", "quarantine", "roll_back")
+    left_out = ("#", "cohort", "quorum", "deadline_s", "first_wait_s", "serve_every", "enrolment", "rule", "quarantine",
+                "roll_back")
     older = "\n".join(line for line in text.splitlines() if not line.startswith(left_out))
     path.write_text(older)
     assert create_fleet(made.folder, text, lambda settings, head: (b"", b"")).config == made.config
