@@ -27,6 +27,8 @@ MAX_FILE_BYTES = 1 << 16
 BACK_DATED = datetime.timedelta(days=1)
 """A certificate is valid from that long before it is made."""
 SIGNED_WITH = ec.ECDSA(hashes.SHA256())
+MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion)
+"""What cryptography raises for bytes that are no certificate and no request."""
 
 
 # Keys -----------------------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def requested_key(data: bytes) -> PublicKey:
     try:
         csr = x509.load_der_x509_csr(data)
         key, valid = csr.public_key(), csr.is_signature_valid
-    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+    except (*MALFORMED, InvalidSignature) as error:
         raise MessageError("is not a signing request") from error
     if not valid or not isinstance(key, PublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise MessageError("is not a signing request signed by its own P-256 key")
@@ -121,7 +123,7 @@ def certificate_of(data: bytes, where: str) -> x509.Certificate:
     try:
         load = x509.load_pem_x509_certificate if data.startswith(b"-----") else x509.load_der_x509_certificate
         return load(data)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except MALFORMED as error:
         raise StateError("holds no certificate", where=where, expected="X.509") from error
 
 
@@ -167,7 +169,7 @@ def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate)
         found = certificate_in(text, "the answer")
         found.verify_directly_issued_by(authority)
         subject, public = name_of(found), found.public_key()
-    except (StateError, MessageError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+    except (*MALFORMED, StateError, MessageError, InvalidSignature) as error:
         raise MessageError("carries no certificate issued by the fleet's authority") from error
     if subject != name or not isinstance(public, PublicKey) or public_text(public) != public_text(key):
         raise MessageError("carries the certificate of another device")

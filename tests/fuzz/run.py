@@ -1,11 +1,11 @@
 """Fuzzes parsers by coverage with atheris (libFuzzer), each in a process of its own.
 
-    python -m tests.fuzz.run [TARGET …] --inputs 1000000 [--corpus FOLDER] [--out result.json] [--jobs 1]
+    python -m tests.fuzz.run [TARGET … | all] --inputs 1000000 [--corpus FOLDER] [--out result.json] [--jobs 1]
 
 A parser may raise the product's errors only, may take a second of processor time for an input of at most 4 KiB, and no
 allocation may be above 64 MiB, nor the process above 1 GiB. libFuzzer's own report says which input broke that, and
 leaves the input in the corpus folder. Inputs that reach new code are kept there as well, so that a second run begins
-where the first one ended.
+where the first one ended. ``all``: one process for all parsers; the first byte of an input says which.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-CORPUS = Path(__file__).with_name("corpus")
+ALL = "all"
 MAX_INPUT_BYTES = 4096
 MAX_ALLOCATION_MIB, MAX_MEMORY_MIB = 64, 1024
 WORD = re.compile(rb"[A-Za-z_]{2,40}")
@@ -39,13 +40,12 @@ def fuzz(target: str, corpus: Path, inputs: int, seconds: int = 0) -> None:
     with atheris.instrument_imports(include=["fleet_core", "edge_agent", "cloud_server", "firmware_profiles"]):
         from tests.fuzz.targets import TARGETS
 
-        parser = TARGETS[target]
-        seeds = parser.seeds()
+        parser, seeds = combined(TARGETS) if target == ALL else (TARGETS[target], TARGETS[target].seeds())
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(seeds):
         (corpus / f"seed-{number}").write_bytes(seed)
     words = corpus.with_suffix(".words")
-    words.write_text("".join(f'"{word.decode()}"\n' for word in sorted(set(WORD.findall(b" ".join(seeds))))))
+    words.write_text("".join(f'"{word.decode()}"\n' for word in sorted({*WORD.findall(b" ".join(seeds)), b"null"})))
 
     def once(data: bytes) -> None:
         begun_s = time.process_time()
@@ -62,6 +62,17 @@ def fuzz(target: str, corpus: Path, inputs: int, seconds: int = 0) -> None:
     atheris.Fuzz()
 
 
+def combined(targets: Mapping[str, Any]) -> tuple[Callable[[bytes], None], list[bytes]]:
+    """(a parser that takes the number of another one as its first byte, its first inputs)."""
+    parsers = list(targets.values())
+
+    def parse(data: bytes) -> None:
+        if data:
+            parsers[data[0] % len(parsers)](data[1:])
+
+    return parse, [bytes([number]) + seed for number, one in enumerate(parsers) for seed in one.seeds()]
+
+
 def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, Any]:
     """What came of one parser: inputs, kept inputs, seconds, and the last lines of a failure."""
     corpus = folder / target
@@ -70,7 +81,7 @@ def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, 
          "--seconds", str(seconds)], capture_output=True, text=True, errors="replace", check=False,
     )
     said = dict(re.findall(r"^stat::(\w+):\s+(\d+)", child.stderr, re.MULTILINE))
-    failed = "" if child.returncode == 0 else child.stderr[-3000:]
+    failed = "" if child.returncode == 0 else child.stderr[max(0, child.stderr.find("ERROR")):][:3000]
     return {"inputs": int(said.get("number_of_executed_units", 0)), "kept": len(list(corpus.glob("[!b]*"))),
             "peak_mb": int(said.get("peak_rss_mb", 0)), "failed": failed}
 
@@ -105,7 +116,7 @@ def main() -> None:
         return fuzz(options.child, options.corpus, options.inputs, options.seconds)
     from tests.fuzz.targets import TARGETS
 
-    unknown = set(options.targets) - TARGETS.keys()
+    unknown = set(options.targets) - TARGETS.keys() - {ALL}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(TARGETS)}")
     with tempfile.TemporaryDirectory() as temporary:

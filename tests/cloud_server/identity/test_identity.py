@@ -236,7 +236,9 @@ def test_what_is_no_request_is_refused_and_answered_with_the_reason(enroller: En
     bearer = certificates.private_of(made.private_key, "token")
     weak = rsa.generate_private_key(65537, 1024)
     builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.subject_name("d0"))
-    for csr in (b"", b"no request", builder.sign(weak, SHA256()).public_bytes(serialization.Encoding.DER)):
+    version_3 = certificates.request(other_key(), "d0").replace(b"\x02\x01\x00", b"\x02\x01\x03", 1)
+    weakly = builder.sign(weak, SHA256()).public_bytes(serialization.Encoding.DER)
+    for csr in (b"", b"no request", weakly, version_3):
         signature = certificates.sign(bearer, enrolment_token.to_sign("t", made.id, csr))
         request = EnrolRequest(certificates.encoded(csr), signature)
         with pytest.raises(MessageError, match="is not a signing request"):
