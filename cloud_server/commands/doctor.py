@@ -24,6 +24,7 @@ EXTRAS = {
     "broker": (("amqtt",), "a broker without mosquitto"), "images": (("PIL",), "samples from images"),
     "lab": (("matplotlib",), "the charts of compare"), "flash": (("uv", "yaml"), "flash"),
     "monitor": (("prometheus_client",), "metrics"), "console": (("starlette", "uvicorn"), "console"),
+    "privacy": (("dp_accounting",), "private updates"),
 }
 """Extra -> (its modules, what needs them)."""
 LEAST_FREE = 1 << 30

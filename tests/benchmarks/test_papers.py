@@ -21,6 +21,7 @@ from cloud_server.laboratory.compare import comparison
 from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.simulate import Options, simulate
+from fleet_core.algorithms.interface import read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError
@@ -86,8 +87,10 @@ def small(path: Path) -> tuple[str, ...]:
     ]
     for number, method in enumerate(asked.method):
         known = {field.name for field in dataclasses.fields(METHODS[method.name].hyper)}
-        settings += [f"method.{number}.hyper.{key}={value}" for key, value in HYPER.items()
-                     if key in known.difference(method.grid)]
+        drawn = {"shots", "query_shots"} if "support_batch" in method.hyper else set()  # one or the other
+        values = {key: value for key, value in HYPER.items() if key in known.difference(method.grid) - drawn}
+        unread = {problem.key for problem in read_hyper(METHODS[method.name], {**method.hyper, **values})[1]}
+        settings += [f"method.{number}.hyper.{key}={value}" for key, value in values.items() if key not in unread]
     if asked.model.name == "cnn-leaf":
         settings += ["model.options.channels=[2, 2]", "model.options.hidden=[4]"]
     if asked.data.path:

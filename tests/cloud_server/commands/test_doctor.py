@@ -124,6 +124,7 @@ def test_a_folder_that_is_no_fleets_is_refused(
 
 def test_every_extra_of_an_operator_is_looked_for() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^operator = \["metafleet\[([\w,]+)\]"\]$', project, re.MULTILINE)
-    assert found is not None
-    assert doctor.EXTRAS.keys() == set(found[1].split(",")) - {"server"}
+    extras = dict(re.findall(r'^(aggregator|operator) = \["metafleet\[([\w,]+)\]"\]$', project, re.MULTILINE))
+    assert extras.keys() == {"aggregator", "operator"}
+    named = {name for extra in extras.values() for name in extra.split(",")}
+    assert doctor.EXTRAS.keys() == named - {"server", "aggregator"}

@@ -36,7 +36,7 @@ from edge_agent.device.state import DeviceState
 from edge_agent.inference.personalizers import takes_gradient_steps
 from edge_agent.inference.service import Service
 from fleet_core.algorithms import aggregation, interface
-from fleet_core.algorithms.interface import ClientState, Payload, ServerState
+from fleet_core.algorithms.interface import ClientState, Payload, ServerState, read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, storage, trees
 from fleet_core.base.errors import ConfigError, StateError
@@ -78,7 +78,9 @@ def one_machine_that_keeps_its_power() -> Iterator[None]:
 def text_of(method: str, codec: str = "int8", *, down: str = "", link: str = "", **options: Any) -> str:
     """fleet.toml with small hyper-parameters."""
     known = METHODS[method].hyper.__dataclass_fields__
-    hyper = "\n".join(f"{name} = {value}" for name, value in SMALL.items() if name in known)
+    values = {name: value for name, value in SMALL.items() if name in known}
+    unread = {problem.key for problem in read_hyper(METHODS[method], values)[1]}
+    hyper = "\n".join(f"{name} = {value}" for name, value in values.items() if name not in unread)
     both = f'up = "{codec}"\ndown = "{down or codec}"\n{link}'
     return config_text(method, **{"rounds": ROUNDS, "hyper": hyper, "link": both, **options})
 
