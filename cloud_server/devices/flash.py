@@ -7,6 +7,7 @@ makes the token and writes; the one-time token is made last, when nothing can be
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -132,7 +133,7 @@ def _system_image(made: Prepared, device_file: Path, source: Path | None) -> Pat
     if source is None and made.device.image is None:
         raise ConfigError("the operating system's image is missing", where=str(device_file),
                           hint=f'image = "FILE.img.xz", or --image FILE: {made.machine.os}')
-    image = source or device_file.parent / Path(made.device.image or "").expanduser()
+    image = source or device_file.parent / Path(os.path.expanduser(made.device.image or ""))
     card_image.check_source(image)
     return image
 

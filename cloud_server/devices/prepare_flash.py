@@ -66,7 +66,7 @@ class Prepared:
 def prepare(path: Path, *, python: str | None = None) -> Prepared:
     """The device file with its fleet, board and broker. python: the version found on the device. Raises ConfigError."""
     device = device_file.load(path, os.environ, partial(_problems, path.parent))
-    fleet = Fleet.load(path.parent / Path(device.fleet).expanduser())
+    fleet = Fleet.load(path.parent / Path(os.path.expanduser(device.fleet)))
     profile = _profile(device.board, path.parent)
     train, engine = device.train.get("enabled", True) is not False, str(device.train.get("engine", "auto"))
     system = machine.of(boards.load(profile), device.os, train=train, engine=engine, python=python)
@@ -108,7 +108,7 @@ def _problems(folder: Path, tables: Mapping[str, Any]) -> list[Problem]:
             _, problems = schema.read(kind, table)
             found += [Problem(f"{name}.{problem.key}", problem.what, problem.hint) for problem in problems]
     fleet, board = tables.get("fleet"), tables.get("board")
-    if isinstance(fleet, str) and not (folder / Path(fleet).expanduser() / "fleet.toml").is_file():
+    if isinstance(fleet, str) and not (folder / Path(os.path.expanduser(fleet)) / "fleet.toml").is_file():
         found.append(Problem("fleet", f"there is no fleet here: '{fleet[:200]}' (metafleet init makes one)"))
     if isinstance(board, str):
         with _collecting("board", found):

@@ -28,6 +28,7 @@ import base64
 import binascii
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -222,7 +223,7 @@ def _wheels(entries: Any, folder: Path) -> tuple[tuple[str, ...], list[Problem]]
 def _path_of(folder: Path, entry: str) -> Path:
     """Relative to ``folder``, or absolute; ``~`` is kept if there is no such home."""
     with contextlib.suppress(RuntimeError):
-        return (folder / Path(entry).expanduser()).absolute()
+        return (folder / Path(os.path.expanduser(entry))).absolute()
     return (folder / entry).absolute()
 
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ def load(path: Path) -> tuple[Entry, ...]:
     text = config.text_of(path)
     inventory, problems = schema.read(Inventory, config.tables(text, str(path)))
     entries = () if inventory is None else tuple(
-        replace(entry, file=str(path.parent / Path(entry.file).expanduser())) for entry in inventory.devices
+        replace(entry, file=str(path.parent / Path(os.path.expanduser(entry.file)))) for entry in inventory.devices
     )
     problems += _problems(entries)
     if inventory is None or problems:

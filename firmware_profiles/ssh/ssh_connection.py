@@ -273,7 +273,7 @@ def _known_hosts(target: Target) -> Path:
     """The file that ssh itself would write to."""
     output = subprocess.run([*target.command("-G")], capture_output=True, text=True, timeout=10, check=False).stdout
     match = re.search(r"^userknownhostsfile (\S+)", output, re.MULTILINE)
-    return Path(match[1] if match else "~/.ssh/known_hosts").expanduser()
+    return Path(os.path.expanduser(match[1] if match else "~/.ssh/known_hosts"))
 
 
 def _run(command: list[str], what: str, where: str, feed: Feed | bytes, timeout_s: float) -> Answer:

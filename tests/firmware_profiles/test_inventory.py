@@ -38,6 +38,13 @@ def test_devices_lie_beside_the_inventory(tmp_path: Path) -> None:
     assert [entry.name for entry in entries] == ["a", "b"]
 
 
+def test_a_home_of_an_unknown_user_is_a_path_like_another(tmp_path: Path) -> None:
+    path = tmp_path / "inventory.toml"
+    path.write_text('[[devices]]\nfile = "~nobody-here/d.toml"\nto = "ssh://pi@host"\n')
+    with pytest.raises(ConfigError, match="there is no file"):
+        inventory.load(path)
+
+
 def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     text = '[[devices]]\nfile = "a.toml"\nto = "ssh://pi@a"\n\n[[devices]]\nfile = "none.toml"\nto = "ssh://pi@a"\n\n' \
            '[[devices]]\nfile = "a.toml"\nto = "image:b.img"\n'

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -79,6 +80,7 @@ def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, 
     child = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.run", "--child", target, "--corpus", str(corpus), "--inputs", str(inputs),
          "--seconds", str(seconds)], capture_output=True, text=True, errors="replace", check=False,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
     )
     said = dict(re.findall(r"^stat::(\w+):\s+(\d+)", child.stderr, re.MULTILINE))
     failed = "" if child.returncode == 0 else child.stderr[max(0, child.stderr.find("ERROR")):][:3000]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import io
 import json
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives import hashes
 
 from cloud_server.identity import audit_log
 from cloud_server.records import tariff
@@ -45,6 +43,9 @@ from tests.support.simulation import toy_layout
 
 LIMIT_BYTES = 1 << 20
 """Given to the readers of samples: the fuzzer's inputs are shorter, what they claim to hold need not be."""
+
+CORPUS = Path(__file__).with_name("corpus")
+"""First inputs that would differ each time that they are made."""
 
 Parser = Callable[[bytes], object]
 
@@ -257,17 +258,6 @@ QUESTION = json.dumps({
 HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\n"
 
 
-def _requests() -> list[bytes]:
-    return [certificates.request(certificates.new_key(), "d")]
-
-
-def _certificates() -> list[bytes]:
-    key, name = certificates.new_key(), certificates.subject_name("d")
-    until = certificates.now() + datetime.timedelta(days=1)
-    made = certificates.builder_of(name, name, key.public_key(), until).sign(key, hashes.SHA256())
-    return [certificates.certificate_pem(made), certificates.decoded(certificates.certificate_text(made))]
-
-
 TARGETS: dict[str, Target] = {
     **{re.sub("([a-z])([A-Z])", r"\1-\2", cls.__name__).lower(): _message(cls) for cls in MESSAGES},
     **{f"codec-{name}": _payload(name) for name in registry.CODECS},
@@ -292,7 +282,9 @@ TARGETS: dict[str, Target] = {
     "token": _toml("token.toml", enrolment_token.load, _example(enrolment_token.Token)),
     "http": Target(_http, lambda: [HEAD + QUESTION], (FleetError, Refused)),
     "inference": Target(_inference, lambda: [QUESTION], (FleetError, Refused)),
-    "certificate-request": Target(certificates.requested_key, _requests),
-    "certificate": Target(lambda data: certificates.certificate_of(data, "x"), _certificates),
+    "certificate-request": Target(certificates.requested_key, lambda: [(CORPUS / "request.der").read_bytes()]),
+    "certificate": Target(
+        lambda data: certificates.certificate_of(data, "x"), lambda: [(CORPUS / "certificate.pem").read_bytes()]
+    ),
     "audit-log": Target(_audit, lambda: [b'{"id":"1","at":1.0,"by":"x","action":"pause","device":"","previous":""}\n']),
 }

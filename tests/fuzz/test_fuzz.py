@@ -11,7 +11,8 @@ from tests.fuzz import run
 from tests.fuzz.targets import TARGETS
 
 CHANGES = 30
-CI_S = 60
+CI_INPUTS = 200_000
+"""A minute or less, and the same inputs each time; longer runs are made by hand."""
 
 
 @pytest.mark.parametrize("name", list(TARGETS))
@@ -36,8 +37,8 @@ def test_the_first_input_is_valid_so_that_the_fuzzer_begins_inside(name: str) ->
 
 
 @pytest.mark.slow
-def test_a_minute_of_fuzzing_finds_nothing(tmp_path: Path) -> None:
+def test_fuzzing_finds_nothing(tmp_path: Path) -> None:
     pytest.importorskip("atheris", reason="atheris is not installed: there is none for this machine")
-    found = run.in_child(run.ALL, tmp_path, inputs=10**9, seconds=CI_S)
+    found = run.in_child(run.ALL, tmp_path, inputs=CI_INPUTS, seconds=0)
     assert found["failed"] == ""
-    assert found["inputs"] > 1000
+    assert found["inputs"] == CI_INPUTS

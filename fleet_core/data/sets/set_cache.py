@@ -71,7 +71,7 @@ def home() -> Path:
     """The folder of all sets."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "metafleet" / "datasets"
     cache = os.environ.get("XDG_CACHE_HOME")
