@@ -15,6 +15,7 @@ CI_INPUTS = 200_000
 """A minute or less, and the same inputs each time; longer runs are made by hand."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_a_changed_byte_is_refused_in_the_products_own_words(name: str) -> None:
     target, draw = TARGETS[name], random.Random(name)

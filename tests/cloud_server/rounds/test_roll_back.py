@@ -52,7 +52,9 @@ def distance(left: Params, right: Params) -> float:
     return float(trees.norm(trees.subtract(left, right)))
 
 
-@pytest.mark.parametrize("method", ["pfldyn-proto", "pflscaf-proto", "fedavg-meta", "fedper"])
+@pytest.mark.parametrize("method", ["pfldyn-proto", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("pflscaf-proto", "fedavg-meta", "fedper")
+)])
 def test_an_operator_takes_training_back_to_an_earlier_served_model(tmp_path: Path, method: str) -> None:
     w = started(tmp_path, method=method)
     assert w.pump(partial(closed, w, 2))

@@ -61,6 +61,7 @@ def bits(name: str, hyper: Any) -> list[bytes]:
     return [array.tobytes() for array in (*arrays, fleet.answers(data[0], x), np.array(list(state.scalars.values())))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_a_setting_does_nothing_exactly_where_the_method_states_so(name: str, form: dict[str, Any]) -> None:
     hyper = hyper_of(name, **{**SMALL, **form})
