@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from cloud_server.devices import flash_over_ssh
@@ -20,7 +19,7 @@ from cloud_server.devices.flash_over_ssh import Choices
 from firmware_profiles.package import program
 from firmware_profiles.ssh import inventory, side_by_side
 from firmware_profiles.ssh.inventory import Entry
-from firmware_profiles.ssh.side_by_side import Result, Waves
+from firmware_profiles.ssh.side_by_side import Result, Show, Waves
 from fleet_core.base.errors import ConfigError, FlashError, FleetError, StateError, shortened
 
 FILE = "inventory.toml"
@@ -32,7 +31,7 @@ Recorded = Callable[[], AbstractContextManager[list[str]]]
 """Records an action before and after it; its end is put into the list."""
 
 
-class WaveFlash:
+class WaveFlash(Show):
     """One run at a time. folder: the fleet's. path: the inventory; None for ``inventory.toml`` in that folder.
     choices: None for the defaults of the command, and this fleet's devices alone."""
 
@@ -126,13 +125,6 @@ class WaveFlash:
         finally:
             with self._lock:
                 self._facts |= {"going": False, "outcome": outcome, "text": text, "ended_at": time.time()}
-
-    def __enter__(self) -> object:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def update(self, entry: Entry, state: str, stage: str, progress: str) -> None:
         """As ``side_by_side.Show``."""

@@ -132,31 +132,26 @@ def _flash(entry: Entry, work: Work, show: Show, stop: threading.Event) -> Resul
 
 
 class Show(Protocol):
-    """Shows the progress of all devices."""
+    """Shows the progress of all devices. A context for what must be begun and ended."""
 
-    def __enter__(self) -> object: ...
+    def __enter__(self) -> object:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        return None
 
     def update(self, entry: Entry, state: str, stage: str, progress: str) -> None:
         """state: a key of MARKS. progress: of the stage, or empty. Several threads call it."""
 
 
-class Lines:
+class Lines(Show):
     """Prints a line whenever a device begins another stage."""
 
     def __init__(self, entries: Sequence[Entry], out: TextIO | None = None):
         self._out, self._lock, self._last = out or sys.stderr, threading.Lock(), dict[Entry, str]()
         self._width = max((len(entry.name) for entry in entries), default=0)
-
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def update(self, entry: Entry, state: str, stage: str, progress: str) -> None:
         with self._lock:
