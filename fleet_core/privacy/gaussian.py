@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.algorithms.interface import Payload, Update
+from fleet_core.base import trees
 from fleet_core.base.trees import Params
 
 KEY_BYTES = 32
@@ -62,7 +63,7 @@ class Private:
         made = clipped(update, self.clip)
         if self.noise:
             made = noised(made, self.noise * self.clip, self.key)
-        return _each(made, lambda array: array.astype(np.float32))
+        return trees.apply(lambda array: array.astype(np.float32), made)
 
 
 class NoisedSum(Iterable[Update]):
@@ -81,21 +82,18 @@ class NoisedSum(Iterable[Update]):
 
 
 def clipped(update: Params, clip: float) -> dict[str, dict[str, Any]]:
-    """The update in float64, scaled down to a norm of ``clip`` if it is longer."""
-    wide = _each(update, lambda array: np.asarray(array, np.float64))
+    """The update in float64, scaled down to a norm of ``clip`` if it is longer. Unlike ``trees.clip``, one with a value
+    that is no number becomes that everywhere, so that nothing unbounded leaves."""
+    wide = trees.apply(lambda array: np.asarray(array, np.float64), update)
     length = math.sqrt(sum(float(np.vdot(a, a)) for named in wide.values() for a in named.values()))
-    return wide if length <= clip else _each(wide, lambda array: array * (clip / length))
+    return wide if length <= clip else trees.apply(lambda array: array * (clip / length), wide)
 
 
 def noised(update: Params, deviation: float, key: bytes) -> dict[str, dict[str, Any]]:
     normal = Normal(key)
-    return _each(update, lambda array: array + deviation * normal.draw(array.size).reshape(array.shape))
+    return trees.apply(lambda array: array + deviation * normal.draw(array.size).reshape(array.shape), update)
 
 
 def key_of(*names: object) -> bytes:
     """The key of a simulation's noise: the same for the same names."""
     return hashlib.sha256("/".join(map(str, ("privacy", *names))).encode()).digest()
-
-
-def _each(tree: Params, function: Any) -> dict[str, dict[str, Any]]:
-    return {group: {name: function(array) for name, array in named.items()} for group, named in tree.items()}
