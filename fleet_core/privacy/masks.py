@@ -1,8 +1,8 @@
 """Masks that cancel in a sum: each pair of devices adds and subtracts the same numbers modulo 2^32.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, Figure 4, its masks:
-y_i = x_i + PRG(b_i) + sum over j > i of PRG(s_ij) - sum over j < i of PRG(s_ij). Values are whole numbers of a scale that
-all devices share, so that their sum is exact. Who gets which share of b_i and of the key behind s_ij is not decided here.
+y_i = x_i + PRG(b_i) + sum over j > i of PRG(s_ij) - sum over j < i of PRG(s_ij). Values are whole numbers of a
+scale that all devices share, so their sum is exact. Who gets which share of which key is not decided here.
 """
 
 from __future__ import annotations
