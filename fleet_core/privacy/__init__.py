@@ -1,7 +1,6 @@
-"""Differential privacy: what a device's update is bounded to, which noise hides it, and what that is worth.
+"""Private updates: what a device's update is bounded to, which noise hides it, and sums without single updates.
 
-``settings`` is the table ``[privacy]`` and what it goes together with. ``gaussian`` is the rule, which fleets and
-simulations call: clipping, and Gaussian noise. ``accountant`` turns rounds into epsilon.
-``shamir`` shares a secret,
-``masks`` hide numbers that are summed: parts of secure aggregation, which nothing calls yet.
+``settings`` is the table ``[privacy]`` and what it goes together with. ``gaussian`` is differential privacy, which
+fleets and simulations call: clipping, and Gaussian noise. ``accountant`` turns rounds into epsilon. ``secure_sum`` is
+secure aggregation, both sides without I/O; ``shamir`` shares its secrets, ``masks`` hide numbers that are summed.
 """

@@ -176,6 +176,22 @@ def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate)
     return found
 
 
+def issued_to(text: str, name: str, authority: x509.Certificate, now: datetime.datetime) -> PublicKey:
+    """The public key of the certificate in ``text`` (DER in base64). Raises MessageError unless ``authority`` issued it
+    to ``name`` and it has not ended."""
+    try:
+        found = certificate_in(text, name)
+        found.verify_directly_issued_by(authority)
+        subject, public, until = name_of(found), found.public_key(), found.not_valid_after_utc
+    except (*MALFORMED, StateError, MessageError, InvalidSignature) as error:
+        raise MessageError("shows no certificate issued by the fleet's authority", where=name) from error
+    if subject != name or not isinstance(public, PublicKey):
+        raise MessageError("shows the certificate of another device", where=name)
+    if until < now:
+        raise MessageError("shows a certificate that has ended", where=name)
+    return public
+
+
 def name_of(certificate: x509.Certificate) -> str:
     """The common name; empty for none."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)

@@ -38,7 +38,16 @@ from fleet_core.data import readers
 from fleet_core.data.readers import Cut
 from fleet_core.model import graph_bundle, payloads, train_graph
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
-from fleet_core.protocol import certificates, chunks, device_messages, enrolment_token, messages, round_messages, topics
+from fleet_core.protocol import (
+    certificates,
+    chunks,
+    device_messages,
+    enrolment_token,
+    messages,
+    round_messages,
+    secure_messages,
+    topics,
+)
 from tests.support.simulation import toy_layout
 
 LIMIT_BYTES = 1 << 20
@@ -98,7 +107,8 @@ def example(kind: Any, metadata: Mapping[str, Any] | None = None) -> Any:
 MESSAGES: tuple[type[Any], ...] = (
     round_messages.Manifest, round_messages.PerDevice, round_messages.UploadManifest, device_messages.Presence,
     device_messages.Report, device_messages.Down, device_messages.EnrolRequest, device_messages.EnrolAnswer,
-    device_messages.ServerPresence, device_messages.Question, device_messages.Answer,
+    device_messages.ServerPresence, device_messages.Question, device_messages.Answer, secure_messages.SignedKeys,
+    secure_messages.SealedShares, secure_messages.Revealed, secure_messages.SecureStep,
 )
 
 
