@@ -18,6 +18,7 @@ from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import Layout
+from fleet_core.privacy.secure_sum import Collector
 from fleet_core.protocol import cohort, messages, round_messages
 from fleet_core.protocol.round_messages import (
     Cohort,
@@ -70,7 +71,7 @@ class Manifests:
         codecs = self._codecs.accepted(opened.codecs["up"].codec)
         self._publish(
             after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, opened.least_norm,
-            is_open=True, links={link.blob.id for link in opened.chain.links},
+            is_open=True, secure=opened.secure, links={link.blob.id for link in opened.chain.links},
             train=self._layout.places(opened.arrays.moving),
         )
         self._again = partial(self.open_round, opened, after) if self._packed() else None
@@ -93,7 +94,7 @@ class Manifests:
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
         per_device: Mapping[str, Params], codecs: tuple[str, ...], least_norm: float, *, is_open: bool,
-        links: Collection[str] = (), train: str | None = None,
+        secure: Collector | None = None, links: Collection[str] = (), train: str | None = None,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -114,7 +115,10 @@ class Manifests:
             scalars={**scalars, "round": float(number), "seed": float(fleet.seed)},
             dual_epoch=after.state.dual_epoch,
             counted=self._counted(after.round),
-            up=UploadRules(self._max_upload_bytes, link.chunk_bytes, codecs, least_norm, privacy_rules(self._config)),
+            up=UploadRules(
+                self._max_upload_bytes, link.chunk_bytes, codecs, least_norm, privacy_rules(self._config),
+                None if secure is None else secure.session.rules,
+            ),
             open=is_open,
             per_device=listed,
             train=train,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from cloud_server.broadcast.delta_chain import DeltaChain
@@ -14,6 +14,7 @@ from fleet_core.model import choose_codec
 from fleet_core.model.choose_codec import Choice
 from fleet_core.model.choose_frozen import Chosen
 from fleet_core.model.skipped_updates import is_note
+from fleet_core.privacy.secure_sum import Collector
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 from fleet_core.robust.norm_bound import Measure
 
@@ -26,7 +27,8 @@ class OpenRound:
     weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
     chain: of deltas to the model. per_device: float32 groups that each device of the cohort alone receives; empty for
     most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``. least_norm:
-    below it an update is skipped. arrays: what the round trains, with the reason.
+    below it an update is skipped. arrays: what the round trains, with the reason. secure: the session in which its
+    updates are summed; None where they are sent as they are.
     received: device -> its update. measures: device -> of that. failed: device -> why it will send none.
     """
 
@@ -44,6 +46,7 @@ class OpenRound:
     left: float | None = None
     least_norm: float = 0.0
     arrays: Chosen = field(default_factory=Chosen)
+    secure: Collector | None = None
     received: dict[str, UploadManifest] = field(default_factory=dict)
     measures: dict[str, Measure] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -54,9 +57,14 @@ class OpenRound:
         return sum(is_note(manifest.codec) for manifest in self.received.values())
 
     @property
+    def delivered(self) -> Collection[str]:
+        """The devices whose update is here; where updates are masked, ready to be."""
+        return self.received if self.secure is None else self.secure.keys
+
+    @property
     def answered(self) -> bool:
         """Whether every device of the cohort has sent an update or failed."""
-        return len(self.received) + len(self.failed) >= len(self.cohort)
+        return len(self.delivered) + len(self.failed) >= len(self.cohort)
 
     def receive(self, device: str, manifest: UploadManifest, measure: Measure) -> None:
         """The device's update is verified and in the spool."""
@@ -104,14 +112,16 @@ class Rounds:
         """Other devices are asked in a round that is open; it has to be opened again."""
         self._ledger.put(replace(self._ledger.rows(Round, round=number)[0], cohort=cohort))
 
-    def close(self, opened: OpenRound, members: int) -> None:
+    def close(self, opened: OpenRound, members: int, *, uncounted: str = "") -> None:
+        """uncounted: why none of its updates is."""
         row = self._ledger.rows(Round, round=opened.number)[0]
         self._ledger.put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
             loss=choose_codec.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
             models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)
                                      - opened.skipped * self._method.models_up),
-            note="; ".join(f"{name}: {why}" for name, why in sorted(opened.failed.items())),
+            note="; ".join([*filter(None, [uncounted]),
+                            *(f"{name}: {why}" for name, why in sorted(opened.failed.items()))]),
         ))
 
     def abandon(self, opened: OpenRound) -> None:

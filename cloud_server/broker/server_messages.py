@@ -31,7 +31,8 @@ class ServerMessages:
     def attest(self, device: str, message: Down) -> None:
         """Sends a signed message: a device commits or discards state, or ends, only for one of these."""
         qos = 1 if message.t == "revoked" else 0
-        self._send(topics.down(self._fleet, device), self._signer.sign(messages.encode(message)), qos=qos)
+        data = messages.encode(message, packed=message.secure is not None)
+        self._send(topics.down(self._fleet, device), self._signer.sign(data), qos=qos)
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 0) -> None:
         if self._link.connected:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,17 @@ def _check_budget(settings: FleetConfig, path: Path) -> None:
         raise ConfigError(config.located(problem, config.text_of(path), str(path)), hint="docs/costs.md")
 
 
+def _too_few(settings: FleetConfig) -> Iterator[schema.Problem]:
+    """A round of fewer devices than secure aggregation needs would never be counted."""
+    least, fleet = settings.privacy.least, settings.fleet
+    if fleet.min_devices < least:
+        yield schema.Problem("fleet.min_devices", f"{fleet.min_devices} devices are fewer than privacy.least: expected "
+                                                  f"{least} or more")
+    if 0 < fleet.cohort < least:
+        yield schema.Problem("fleet.cohort", f"{fleet.cohort} devices are fewer than privacy.least: expected 0, or "
+                                             f"{least} or more")
+
+
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
     """(method, hyper-parameters). Raises ConfigError that names the wrong keys."""
     method = METHODS[settings.fleet.method]
@@ -277,6 +289,12 @@ def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
             settings.privacy, method, hyper, auto=AUTO in (settings.link.up, settings.link.down),
             skip_below=settings.link.skip_below, rule=settings.robust.rule,
         )
+        named += privacy.check_secure(
+            settings.privacy, method, hyper, up=settings.link.up, skip_below=settings.link.skip_below,
+            rule=settings.robust.rule, max_update_norm=settings.link.max_update_norm,
+        )
+    if settings.privacy.secure_aggregation:
+        named += _too_few(settings)
     if settings.robust.quarantine and settings.robust.rule == robust.KRUM:
         named.append(schema.Problem("robust.quarantine", "not with the rule krum, which drops its share of updates in "
                                                          "every round, hostile or not: expected false"))

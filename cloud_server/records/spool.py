@@ -57,16 +57,17 @@ class Spool:
 
     def check(self, round_number: int, device: str, manifest: UploadManifest) -> None:
         """Raises StateError if the stored update does not match its manifest."""
-        if Blob.of(self._data(round_number, device, manifest), manifest.blob.chunk) != manifest.blob:
+        if Blob.of(self.data(round_number, device, manifest), manifest.blob.chunk) != manifest.blob:
             raise StateError("the update on the disk is not the one that its manifest names", where=device)
 
     def read(self, round_number: int, device: str, manifest: UploadManifest) -> Update:
         """The update with float32 arrays. Raises StateError or CodecError if it cannot be read."""
         part = self._layout.part(self._layout.moving(manifest.train))
-        params = payloads.decode(manifest.codec, self._data(round_number, device, manifest), part, self._groups)
+        params = payloads.decode(manifest.codec, self.data(round_number, device, manifest), part, self._groups)
         return Update(device, Payload(params, manifest.scalars), manifest.samples)
 
-    def _data(self, round_number: int, device: str, manifest: UploadManifest) -> bytes:
+    def data(self, round_number: int, device: str, manifest: UploadManifest) -> bytes:
+        """The payload as it was received. Raises StateError."""
         path = self._folder / str(round_number) / f"{device}.update"
         return storage.read_bytes(path, limit=manifest.blob.size)
 

@@ -12,7 +12,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from cloud_server.broadcast.open_round import OpenRound
@@ -26,12 +26,15 @@ from cloud_server.results import accuracy_drop
 from cloud_server.rounds import reputation
 from cloud_server.rounds.parts import assemble
 from cloud_server.rounds.received_messages import DeviceMessages
+from cloud_server.rounds.secure_round import RESTARTED
 from cloud_server.rounds.server_rule import FACT, REQUEST
-from fleet_core.base.errors import CodecError, FleetError, StateError
+from fleet_core.algorithms.interface import Update
+from fleet_core.base.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
 from fleet_core.model import skipped_updates
 from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
+from fleet_core.robust.screening import Screened
 
 REQUESTS_S = 0.25
 GRACE_S = 3.0
@@ -281,7 +284,7 @@ class Coordinator:
             number, chosen, started, self._clock() + self.config.fleet.deadline_s, reference, made.decoded, made.lost,
             sent.scalars, chain, self._parts.models.per_device(state, chosen), codecs, made.left,
             skipped_updates.least_norm(self.fleet.skip_below, self.checkpoint.facts),
-            self._parts.arrays.of_round(number),
+            self._parts.arrays.of_round(number), self._parts.secure.session(number, len(chosen)),
         )
         if not before:
             with self.ledger.transaction():
@@ -293,6 +296,8 @@ class Coordinator:
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
         self._parts.waiting.begin()
         self._parts.receiver.begin(opened)
+        if before is not None and self._parts.secure.interrupted(number):
+            return self._close_uncounted(opened, RESTARTED)
         self._parts.manifests.open_round(opened, self.checkpoint)
 
     def _end_early(self) -> None:
@@ -328,14 +333,17 @@ class Coordinator:
     # Close a round ----------------------------------------------------------------------------------------------------
 
     def _close_if_due(self, opened: OpenRound) -> None:
+        if opened.secure is not None and opened.secure.phase != "keys":
+            return self._sum(opened)
         asked = [name for name in opened.cohort
                  if self._members.enrolled(name) and name not in self._members.quarantined]
-        open_ones = [name for name in asked if name not in opened.received and name not in opened.failed]
-        wanted = max(1, math.ceil(self.config.fleet.quorum * len(asked)))
+        open_ones = [name for name in asked if name not in opened.delivered and name not in opened.failed]
+        least = 1 if opened.secure is None else opened.secure.session.rules.least
+        wanted = max(least, math.ceil(self.config.fleet.quorum * len(asked)))
         due = self._clock() > opened.deadline
         over = due or not open_ones or self._all_gone(open_ones)
-        if len(opened.received) >= wanted and over:
-            return self._close(opened)
+        if len(opened.delivered) >= wanted and over:
+            return self._close(opened) if opened.secure is None else self._parts.secure.group(opened)
         if not asked:
             return self._abandon(opened)
         if over and not self.paused and self._parts.places.pass_on(opened, due=due):
@@ -365,10 +373,31 @@ class Coordinator:
         self._log(f"round {self.checkpoint.round + 1} is taken up again: {error}")
         self._rounds.open = None
 
+    def _sum(self, opened: OpenRound) -> None:
+        """Updates are masked: takes the next step of their sum, or closes the round, with it or without."""
+        try:
+            if self._parts.secure.go_on(opened):
+                self._close(opened)
+        except MessageError as error:
+            self._close_uncounted(opened, f"not counted: {error}")
+
+    def _close_uncounted(self, opened: OpenRound, reason: str) -> None:
+        """No update of the round is used, and every device discards its own."""
+        checkpoint = self._rule.closing_without(opened)
+        opened.received.clear()
+        self._parts.checkpoints.save(checkpoint)
+        with self.ledger.transaction():
+            self._parts.privacy.note(opened)
+            self._rounds.close(opened, len(self._members.members()), uncounted=reason)
+            self._parts.codecs.close(opened, checkpoint.state)
+            self._parts.arrays.close(opened, checkpoint.state)
+        self._log(f"round {opened.number}: {reason}")
+        self._end(opened, checkpoint, Screened(()))
+
     def _close(self, opened: OpenRound) -> None:
         members = max(len(self._members.members()), len(opened.received))
-        updates = self._parts.spool.updates(opened.number, opened.received)
         try:
+            updates = self._updates(opened)
             checkpoint, screened = self._rule.closing(opened, updates, members)
         except (StateError, CodecError) as error:
             return self._take_up_again(error)
@@ -380,6 +409,17 @@ class Coordinator:
             self._rounds.close(opened, members)
             self._parts.codecs.close(opened, checkpoint.state)
             self._parts.arrays.close(opened, checkpoint.state)
+        self._end(opened, checkpoint, screened)
+
+    def _updates(self, opened: OpenRound) -> Iterable[Update]:
+        """What the server rule gets, before it is screened. Raises MessageError, StateError where a sum cannot be had.
+        """
+        if opened.secure is not None:
+            return self._parts.secure.updates(opened)
+        return self._parts.spool.updates(opened.number, opened.received)
+
+    def _end(self, opened: OpenRound, checkpoint: Checkpoint, screened: Screened) -> None:
+        """The round is closed on the disk."""
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")

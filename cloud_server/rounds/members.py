@@ -352,11 +352,11 @@ class Members:
 
 def inability(
     presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True,
-    private: bool = False,
+    private: bool = False, secure: bool = False,
 ) -> str | None:
     """Why a device cannot take part in rounds with this method, these codecs and a model of that size, or None. parts:
     a round may train a part of the model. graph: the fleet has one for training without torch. private: updates are
-    clipped, and may have noise."""
+    clipped, and may have noise. secure: they are masked."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
@@ -375,4 +375,7 @@ def inability(
         return "cannot train a part of the model: its agent is too old"
     if private and not presence.private:
         return "cannot clip and hide its updates, as [privacy] asks: its agent is too old"
+    if secure and not presence.secure:
+        return ("cannot mask its updates, as secure_aggregation asks: its agent is too old, or device.toml names no "
+                "certificate of this fleet ('metafleet flash' gives one)")
     return None

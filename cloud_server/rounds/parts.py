@@ -27,6 +27,7 @@ from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.privacy_budget import PrivacyBudget
 from cloud_server.rounds.round_costs import RoundCosts
+from cloud_server.rounds.secure_round import SecureRounds
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.update_receiver import UpdateReceiver
 from cloud_server.rounds.waiting import FirstWait, Places, Waiting
@@ -65,6 +66,7 @@ class Parts:
     warnings: WarningLog
     budget: Budget
     privacy: PrivacyBudget
+    secure: SecureRounds
 
 
 def assemble(
@@ -83,6 +85,7 @@ def assemble(
     cannot = partial(
         inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS),
         parts=fleet.config.train.parts, graph=steps is not None, private=fleet.config.privacy.on,
+        secure=fleet.config.privacy.secure_aggregation,
     )
     audit = Recorder(fleet.folder, now, log)
     members = Members(
@@ -99,8 +102,11 @@ def assemble(
             waiting.granted(device)
         messages.tell(device, message)
 
+    secure = SecureRounds(
+        fleet, wire, ledger, spool, rounds, messages.attest, expected=members.expected, clock=clock, now=now,
+    )
     receiver = UpdateReceiver(
-        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, codecs, tell, audit=audit, clock=clock,
+        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, codecs, secure, tell, audit=audit, clock=clock,
         now=now, log=log,
     )
     publisher = Publisher(settings.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
@@ -130,5 +136,5 @@ def assemble(
             fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log,
             private=lambda: privacy.over,
         ),
-        privacy=privacy,
+        privacy=privacy, secure=secure,
     )

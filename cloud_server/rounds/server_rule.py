@@ -124,6 +124,17 @@ class RuleState:
         )
         return checkpoint, screened
 
+    def closing_without(self, opened: OpenRound) -> Checkpoint:
+        """The checkpoint after a round of which no update is counted: the model stays as devices hold it."""
+        joined = self._reconciled(len(self._members.members()), leaving=False)
+        state = self._method.server.as_received(joined, trees.widened(opened.published))
+        before, members = self.checkpoint, str(len(self._members.members()))
+        return replace(
+            before, round=opened.number, state=replace(state, round=opened.number), published=opened.published,
+            lost=opened.lost, facts={**before.facts, "members": members},
+            deltas=opened.chain.kept if before.moving.everything else (), moving=opened.arrays.moving,
+        )
+
     def _hidden(self, updates: Iterable[Update]) -> Iterable[Update]:
         """With the noise of their sum where the aggregator adds it. A round that is closed again after a crash gets
         other noise; nobody has seen the first."""

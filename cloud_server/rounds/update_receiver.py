@@ -14,6 +14,7 @@ from cloud_server.ledger.ledger_tables import Round, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.spool import Spool
 from cloud_server.rounds.members import Members
+from cloud_server.rounds.secure_round import MASKED, SecureRounds
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from fleet_core.algorithms.interface import Payload, ServerRule
@@ -43,15 +44,17 @@ class UpdateReceiver:
 
     def __init__(
         self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool, rounds: Rounds,
-        rule: RuleState, members: Members, codecs: RoundCodecs, tell: Callable[[str, Down], None], *, audit: Recorder,
-        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
+        rule: RuleState, members: Members, codecs: RoundCodecs, secure: SecureRounds,
+        tell: Callable[[str, Down], None], *, audit: Recorder, clock: Callable[[], float], now: Callable[[], float],
+        log: Callable[[str], None],
     ):
         self._screening, self._method, self._layout = fleet.screening, fleet.method, layout
         self._layout_hash, self._codecs, self._privacy = layout_hash, codecs, str(privacy_rules(fleet.config) or "")
         self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
-        self._tell, self._audit, self._now, self._log = tell, audit, now, log
+        self._secure, self._tell, self._audit, self._now, self._log = secure, tell, audit, now, log
         self.max_upload_bytes = max(
-            payloads.max_bytes(codec, layout, fleet.method.shared) for codec in codecs.accepted()
+            *(payloads.max_bytes(codec, layout, fleet.method.shared) for codec in codecs.accepted()),
+            secure.max_bytes() if fleet.config.privacy.secure_aggregation else 0,
         )
         self._uploads = Uploads(tell, clock, self.max_upload_bytes)
         self._cut = set[str]()
@@ -158,7 +161,7 @@ class UpdateReceiver:
         manifest, inbox = whole
         try:
             data = inbox.take()
-            measure = self._verify(device, manifest, data)
+            measure = self._verify(opened, device, manifest, data)
         except FleetError as error:
             return self._refuse(device, number, manifest, str(error))
         self._members.on_update(device, manifest.after, *self._rule.history())
@@ -189,8 +192,8 @@ class UpdateReceiver:
             return "quarantined: 'metafleet devices release' lets the device back in"
         if device not in opened.cohort:
             return "not in this round's cohort"
-        accepted = self._codecs.accepted(opened.codecs["up"].codec)
-        noted = is_note(manifest.codec) and self._method.cumulative
+        accepted = self._codecs.accepted(opened.codecs["up"].codec) if opened.secure is None else (MASKED,)
+        noted = is_note(manifest.codec) and self._method.cumulative and opened.secure is None
         checks: dict[str, tuple[Any, Any]] = {
             "method": (manifest.method, self._method.name),
             "layout": (manifest.layout, self._layout_hash),
@@ -202,6 +205,7 @@ class UpdateReceiver:
             "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
+        wrong += filter(None, [self._secure.refusal(opened, device, manifest.secure)])
         bound = self._screening.ceiling
         wrong += [f"{name} is {v:g}, above {bound:g}" for name, v in manifest.scalars.items() if not abs(v) <= bound]
         loss = manifest.metrics.get("loss", 0.0)
@@ -212,13 +216,16 @@ class UpdateReceiver:
             wrong += filter(None, [self._members.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)
 
-    def _verify(self, device: str, manifest: UploadManifest, data: bytes) -> Measure:
+    def _verify(self, opened: OpenRound, device: str, manifest: UploadManifest, data: bytes) -> Measure:
         """Raises CodecError for arrays of another layout and values that are not finite, MessageError for a norm over
         the constant bound (per sample where updates add up over samples).
 
         The decoded arrays are not kept: the spool holds the encoded bytes, and closing decodes one update after the
         other, so that memory does not grow with the cohort.
         """
+        if opened.secure is not None:
+            self._secure.check_size(opened, data)
+            return Measure({}, "")
         part = self._layout.part(self._layout.moving(manifest.train))
         params = payloads.decode(manifest.codec, data, part, self._method.shared)
         measure = self._screening.measure(Received(device, Payload(params), manifest.samples))

@@ -66,7 +66,7 @@ class Places:
         """
         number, members = self._asked
         asked = {*opened.cohort} if due or number != opened.number else {*members, *opened.cohort}
-        kept = [name for name in opened.cohort if name in opened.received or self._expected(opened, name)]
+        kept = [name for name in opened.cohort if name in opened.delivered or self._expected(opened, name)]
         gone = [name for name in opened.cohort if name not in kept]
         others = self._members.askable() - asked
         free = self._size - len(kept) if self._size else len(others)
@@ -112,7 +112,7 @@ class Waiting:
     def at_deadline(self, opened: OpenRound, wanted: int, missing: Collection[str]) -> bool:
         """Below the quorum at the deadline: tells who is missing and waits on. True when the round must be announced
         again so that devices that failed try again."""
-        text = f"round {opened.number}: {len(opened.received)} of {wanted} updates at the deadline, waiting on "
+        text = f"round {opened.number}: {len(opened.delivered)} of {wanted} updates at the deadline, waiting on "
         self._wait_on(opened, text + self._names(opened, missing))
         again, self._ask_again = self._ask_again, False
         return again
@@ -122,7 +122,7 @@ class Waiting:
         if self._ask_again:
             return
         reasons = "; ".join(shortened([f"{name}: {why}" for name, why in sorted(opened.failed.items())]))
-        text = f"round {opened.number}: {len(opened.received)} of {wanted} devices delivered ({reasons})"
+        text = f"round {opened.number}: {len(opened.delivered)} of {wanted} devices delivered ({reasons})"
         self._wait_on(opened, f"{text}; they are asked again in {self._deadline_s:g} s")
         self._ask_again = True
 

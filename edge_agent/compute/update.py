@@ -9,6 +9,7 @@ from edge_agent.device.manifest_method import hyper_of, method_of, wire
 from edge_agent.device.state import DeviceState, state_key
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.codecs.interface import Seed
+from fleet_core.codecs.kinds import common_scale
 from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.model.encoded_update import encode_update
 from fleet_core.model.layout import Layout
@@ -34,9 +35,11 @@ def keep(
 
     What is written has its noise, which is drawn once: an agent that starts again offers the same bytes.
     """
-    method, privacy = method_of(manifest), manifest.up.privacy
-    hidden = privacy is not None and privacy.mode == LOCAL
+    method, privacy, secure = method_of(manifest), manifest.up.privacy, manifest.up.secure
+    hidden = secure is not None or (privacy is not None and privacy.mode == LOCAL)
     name = next((c for c in manifest.up.codecs if c in CODECS), "fp32")
+    if secure is not None:
+        name = common_scale.name_of(secure.exponent)
     made = encode_update(
         name, update, pending, before, method=method, hyper=hyper_of(method, manifest.method.hyper),
         layout=wire(layout, method), round_number=manifest.scalars["round"], seed=seed,
@@ -55,7 +58,7 @@ def keep(
         scalars=dict(update.scalars),
         metrics={name: value for name, value in metrics.items() if not (hidden and name == LOSS)},
         after=home.learned(key) or NO_UPDATE,
-        residual=None if made.left is None else min(made.left, MAX_NORM),
+        residual=None if made.left is None or secure is not None else min(made.left, MAX_NORM),
         train=manifest.train,
         privacy="" if privacy is None else str(privacy),
     )

@@ -17,6 +17,11 @@ class TlsFiles(TypedDict, total=False):
     key: Path
 
 
+def has_certificate(settings: Settings) -> bool:
+    """Whether device.toml names a certificate of this device and its key, over whatever connection it comes."""
+    return settings.tls.certificate is not None and settings.tls.key is not None
+
+
 def tls_files(home: Path, settings: Settings, *, plain: bool = False) -> TlsFiles:
     """Of the link to the device's broker; none for mqtt://. Raises ConfigError if plain MQTT would leave this machine
     and neither ``plain`` nor device.toml allows it."""

@@ -9,6 +9,7 @@
     methods/{key}/pending.safetensors    the pending update and the state after it; becomes the state by one rename
                                          when the update is counted
     training.json                        how often this round was begun, while the engine onnx trains it
+    secure.json                          the sum for which this device last revealed shares
     clock.json                           the highest sequence number and signed time seen
 
 Training state is keyed by fleet, method, version, layout and dual epoch; states of different keys never mix. A damaged
@@ -37,7 +38,8 @@ from fleet_core.protocol.round_messages import Manifest, UpdateRef, UploadManife
 
 FORMAT = 1
 MAX_STATE_BYTES = 1 << 33
-UPLOAD = "upload"
+UPLOAD, VALUES = "upload", "values"
+"""Arrays beside the state: the bytes that are sent; what was masked to make them."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,33 @@ class DeviceState:
         storage.move(self._made(key, life), path)
         return _read_pending(path)
 
+    def values(self, pending: Pending) -> bytes:
+        """The payload of a pending update before it was masked, if it was. Raises StateError."""
+        arrays, _ = storage.unpack(storage.read_bytes(pending.path, limit=MAX_STATE_BYTES), where=str(pending.path))
+        return arrays.get(VALUES, arrays[UPLOAD]).tobytes()
+
+    def mask(self, pending: Pending, upload: UploadManifest, masked: bytes) -> Pending:
+        """The pending update as it is sent. What it was masked from stays, for another session. Raises StateError."""
+        path = pending.path
+        arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
+        arrays = {VALUES: arrays[UPLOAD], **arrays, UPLOAD: np.frombuffer(masked, dtype=np.uint8)}
+        metadata = {**metadata, "upload": json.dumps(schema.plain(upload))}
+        storage.write_arrays(path, arrays, metadata, mode=0o600)
+        return _read_pending(path)
+
+    def revealed(self) -> str:
+        """The session in which this device last revealed shares; empty for none."""
+        path = self.folder / "secure.json"
+        if not path.exists():
+            return ""
+        try:
+            return str(json.loads(storage.read_bytes(path, limit=4096))["session"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError("is damaged", where=str(path), hint="delete it to take part in sums again") from error
+
+    def set_revealed(self, session: str) -> None:
+        storage.write_json(self.folder / "secure.json", {"session": session}, mode=0o600)
+
     def drop_made(self, key: str, life: str) -> None:
         """Deletes what the trainer left."""
         self._made(key, life).unlink(missing_ok=True)
@@ -283,7 +312,7 @@ def _checked(pending: Pending) -> Pending:
 def read_state(path: Path) -> ClientState:
     """The training state in a file of either kind, without the update beside it. Raises StateError."""
     arrays, _ = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
-    return storage.unflatten_roles({name: array for name, array in arrays.items() if name != UPLOAD})
+    return storage.unflatten_roles({name: array for name, array in arrays.items() if name not in (UPLOAD, VALUES)})
 
 
 def _format(path: Path) -> int:

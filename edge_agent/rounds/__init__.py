@@ -5,4 +5,5 @@
 counted it and then commits the device's state (duals, residuals). ``served_model_update`` personalizes a new served
 model. ``agent_costs`` counts what that cost, ``reports`` tells the aggregator. Only ``edge_agent.commands`` and the
 simulation import the agent.
+``secure_update`` takes part in a secure sum.
 """

@@ -27,6 +27,7 @@ from edge_agent.rounds.manifest_check import ManifestCheck
 from edge_agent.rounds.pending_update import PendingUpdates
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import LOOK_S, Reporter
+from edge_agent.rounds.secure_update import SecureUpdates
 from edge_agent.rounds.served_model_update import ServedModelUpdate
 from edge_agent.rounds.train_job import TrainJobs, still_asked
 from fleet_core.base.errors import FleetError, LinkError, MessageError, RevokedError, RoundError
@@ -81,7 +82,10 @@ class Agent:
             self.fleet, self.name, link, clock, lambda size: accounts.payload("update_up", size),
             unanswered=self._reporter.unanswered,
         )
-        self._updates = PendingUpdates(self.name, self.boot, home, self._uploader, self._fetcher, self._reporter, log)
+        self._secure = SecureUpdates(settings, home, link, clock, lambda: self._check.time_ms / 1000, log)
+        self._updates = PendingUpdates(
+            self.name, self.boot, home, self._uploader, self._secure, self._fetcher, self._reporter, log
+        )
         self._graphs = Graphs(home, service, self._fetcher, self._announce)
         self._models = Models(home, service, log)
         self._per_device = DevicePayload(self.name, home, service, self._fetcher)
@@ -149,6 +153,7 @@ class Agent:
             self._try_again()
         self._fetcher.tick()
         self._uploader.tick()
+        self._updates.tick()
         self._reporter.tick()
         if self._renewal is not None and self._reporter.known:
             self._renewal.tick(self._check.time_ms / 1000)
@@ -263,6 +268,8 @@ class Agent:
                 return self._on_revoked(attested)
             if attested.t == "renewed" and self._renewal is not None:
                 return self._renewal.on_answer(attested)
+            if attested.t == "secure":
+                return self._updates.on_secure(attested)
             self._updates.on_fate(attested)
             return self._advance()
         down = messages.decode(Down, payload)

@@ -9,7 +9,10 @@ from edge_agent.connection.blob_download import Fetcher
 from edge_agent.connection.update_upload import Uploader
 from edge_agent.device.state import DeviceState, Pending, state_key
 from edge_agent.rounds.reports import Reporter
+from edge_agent.rounds.secure_update import SecureUpdates
 from edge_agent.rounds.train_job import identity, still_asked
+from fleet_core.base.errors import MessageError
+from fleet_core.codecs.kinds.common_scale import exponent_of
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import Cost, Manifest, UpdateRef, mark
 
@@ -20,9 +23,10 @@ class PendingUpdates:
     """``pending``: the one update of which it is not known whether it was counted, or None; it survives restarts."""
 
     def __init__(
-        self, device: str, life: str, home: DeviceState, uploader: Uploader, fetcher: Fetcher, reporter: Reporter,
-        log: Callable[[str], None],
+        self, device: str, life: str, home: DeviceState, uploader: Uploader, secure: SecureUpdates, fetcher: Fetcher,
+        reporter: Reporter, log: Callable[[str], None],
     ):
+        self._secure = secure
         self._device, self._life = device, life
         self._home, self._uploader, self._fetcher = home, uploader, fetcher
         self._reporter, self._log = reporter, log
@@ -43,7 +47,40 @@ class PendingUpdates:
     def _offer(self, manifest: Manifest, pending: Pending) -> None:
         self._offered_seq = manifest.seq
         self._reporter.enter("upload")
-        self._uploader.offer(pending)
+        rules = manifest.up.secure
+        if rules is None or pending.upload.secure == rules.session:
+            return self._uploader.offer(pending)
+        self._uploader.stop()
+        self._join(manifest, pending)
+
+    def _join(self, manifest: Manifest, pending: Pending) -> None:
+        """The round's updates are summed in secret: nothing of this one is sent before it is masked."""
+        try:
+            self._secure.join(manifest, pending)
+        except MessageError as error:
+            self._fail(error)
+
+    def on_secure(self, down: Down) -> None:
+        """A signed step of the sum."""
+        pending = self.pending
+        if pending is None or down.secure is None or down.r != pending.round:
+            return
+        try:
+            masked = self._secure.answer(down.secure, pending)
+        except MessageError as error:
+            return self._fail(error)
+        if masked is not None:
+            self.pending = masked
+            self._uploader.offer(masked)
+
+    def _fail(self, error: MessageError) -> None:
+        self._log(f"this device takes no part in the sum: {error}")
+        self._secure.leave()
+        self._reporter.enter("failed")
+        self._reporter.report(failed=f"secure aggregation: {error}"[:500])
+
+    def tick(self) -> None:
+        self._secure.tick()
 
     def on_unsigned(self, down: Down) -> None:
         """The aggregator wants chunks, or says that the upload is over."""
@@ -69,6 +106,8 @@ class PendingUpdates:
             return self._go_on_offering(manifest, pending)
         if pending.round > manifest.round:
             return  # that round is neither closed nor open now
+        if exponent_of(pending.upload.codec) is not None:
+            return self._discard(pending)  # it was never masked, so nobody has it
         record = next((r for r in manifest.counted if r.round == pending.round), None)
         if record is None:
             self._reporter.ask("fate", pending.upload.id, pending=UpdateRef(pending.round, pending.upload.id))

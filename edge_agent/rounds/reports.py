@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_agent.connection.blob_download import MISSING
+from edge_agent.connection.broker_login import has_certificate
 from edge_agent.connection.update_upload import UNANSWERED
 from edge_agent.device.version import running
 from edge_agent.rounds.agent_costs import AgentCosts
@@ -118,6 +119,7 @@ class Reporter:
             packed=True,
             parts=True,
             private=True,
+            secure=has_certificate(self._settings),
             engines=self._limits.engines,
             board=self._board[:MAX_BOARD],
         )

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from fleet_core.codecs.kinds.common_scale import LARGEST
+
 KEY_BYTES = 32
-LARGEST = 127
-"""Of a device's values, as in int8."""
 Array = np.ndarray[Any, Any]
 
 

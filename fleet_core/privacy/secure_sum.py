@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fleet_core.base.errors import MessageError
+from fleet_core.codecs.kinds.common_scale import LARGEST
 from fleet_core.privacy import masks, shamir
 from fleet_core.privacy.masks import Array
 from fleet_core.privacy.shamir import SHARE_BYTES
@@ -271,11 +272,12 @@ class Collector:
 
     def start_masking(self) -> None:
         """Those that have shared go on. Raises MessageError for too few."""
+        self._check(self.shares, len(self.keys), "shared")
         senders, before = set(self.shares), 0
         while len(senders) != before:  # a device without enough neighbours goes no further, and its neighbours lose one
             before = len(senders)
             senders = {name for name in senders if 1 + len(senders & {*self.graph[name]}) >= self._least(name)}
-        self._check(senders, len(self.keys), "shared")
+        self._check(senders, len(self.keys), "shared and have enough neighbours that did")
         self.senders = frozenset(senders)
 
     def start_unmasking(self, received: Iterable[str]) -> None:
@@ -327,7 +329,7 @@ class Collector:
             for other in self.there & {*self.graph[owner]}:
                 key = self.session.pair(secret, self.keys[other].mask, "mask")
                 total -= masks.pair_mask(other, owner, key, total.size, bits)
-        found, most = masks.whole(total), masks.LARGEST * devices
+        found, most = masks.whole(total), LARGEST * devices
         if int(np.abs(found).max(initial=0)) > most:
             raise MessageError(f"a sum of values up to {int(np.abs(found).max())}", expected=f"at most {most}, which "
                                f"is what {devices} devices can send: one of them did not follow the protocol")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.schema import Problem
+from fleet_core.codecs.kinds.common_scale import LARGEST
+from fleet_core.protocol.secure_messages import LEAST, MOST_NEIGHBOURS
 from fleet_core.robust import settings as robust
 
 NONE, LOCAL, CENTRAL = "none", "local", "central"
 MODES = (NONE, LOCAL, CENTRAL)
+SPARSE = 100
+"""Neighbours in a larger cohort (docs/privacy.md)."""
 
 
 @dataclass(frozen=True)
 class PrivacySection:
     """The table ``privacy`` of fleet.toml and of an experiment. clip: C, Euclidean norm over all arrays that are sent.
     noise_multiplier: the noise's standard deviation in each value, over C; of one update (local) or of a round's sum
-    (central). delta: for which epsilon is stated. epsilon: no round opens that would pass it; None for no limit."""
+    (central). delta: for which epsilon is stated. epsilon: no round opens that would pass it; None for no limit.
+    neighbours: 0 for all other devices, or ``SPARSE`` where there are more."""
 
     mode: str = field(default=NONE, metadata={"choices": MODES, "about":
         "Who adds noise to updates: none, local (each device) or central (the aggregator); see docs/privacy.md."})
@@ -29,6 +35,16 @@ class PrivacySection:
     delta: float = field(default=1e-5, metadata={"above": 0, "max": 0.1, "about":
         "The probability for which epsilon does not hold: well below one over the number of devices."})
     epsilon: float | None = field(default=None, metadata={"above": 0, "max": 1e9})
+    secure_aggregation: bool = field(default=False, metadata={"about":
+        "true: devices mask their updates, and the aggregator gets their sum alone."})
+    threshold: float = field(default=0.6, metadata={"above": 0.5, "max": 1, "about":
+        "With secure_aggregation: the share of the devices that must stay until the sum is there."})
+    least: int = field(default=LEAST, metadata={"min": LEAST, "max": 1_000_000, "about":
+        "With secure_aggregation: no sum of fewer devices."})
+    neighbours: int = field(default=0, metadata={"min": 0, "max": MOST_NEIGHBOURS, "about":
+        "With secure_aggregation: with how many others a device has masks, an even number; 0: all, at most 100."})
+    range: float = field(default=0.05, metadata={"above": 0, "max": 1e6, "about":
+        "With secure_aggregation: a value of an update is cut off at this; what is cut off is sent in later rounds."})
 
     @property
     def on(self) -> bool:
@@ -36,8 +52,18 @@ class PrivacySection:
 
     def max_update_norm(self, wanted: float | None) -> float | None:
         """The constant bound of a norm, None for the adaptive one. With central noise it is constant: whether an update
-        is used may not depend on those of others."""
-        return robust.CEILING if wanted is None and self.mode == CENTRAL else wanted
+        is used may not depend on those of others; and with secure aggregation, where no norm is known."""
+        constant = self.mode == CENTRAL or self.secure_aggregation
+        return robust.CEILING if wanted is None and constant else wanted
+
+    @property
+    def exponent(self) -> int:
+        """Of the smallest power of two of which 127 reach ``range``."""
+        return max(-60, min(60, math.ceil(math.log2(self.range / LARGEST))))
+
+    def neighbours_of(self, devices: int) -> int:
+        """0 for all others."""
+        return self.neighbours or (SPARSE if devices > SPARSE + 1 else 0)
 
 
 def check(
@@ -71,6 +97,40 @@ def check(
         yield Problem(key, f"'{CENTRAL}' noise is set for a sum in which a device counts for clip at most, and under "
                            f"the robust rule '{rule}' its update decides what becomes of others: expected "
                            f"robust.rule = '{robust.NONE}' or '{LOCAL}'")
+
+
+def check_secure(
+    section: PrivacySection, method: Method, hyper: Any, *, up: str, skip_below: float, rule: str,
+    max_update_norm: float | None,
+) -> Iterator[Problem]:
+    """What does not go together with secure aggregation. up: the codec of updates. rule: the robust rule."""
+    if not section.secure_aggregation:
+        return
+    key, name = "privacy.secure_aggregation", method.name
+    if not method.shared:
+        yield Problem(key, f"{name} sends nothing: expected false with this method")
+    elif not method.server.sums or not method.cumulative or method.up_scalars:
+        yield Problem(key, f"the aggregator gets a sum alone, and {name} needs each device's update: expected false, "
+                           "or a method that sums or averages updates")
+    if getattr(hyper, "weighted", False):
+        yield Problem(key, "with weighted = true an update is weighted by its device's samples, which the sum does not "
+                           "tell: expected hyper.weighted = false")
+    if up != "int8":
+        yield Problem(key, f"updates are summed as whole numbers of one scale, as int8 has them, and not in the codec "
+                           f"{up}: expected 'int8' for updates")
+    if skip_below:
+        yield Problem(key, "skip_below compares norms of single updates, which nobody sees: expected skip_below = 0")
+    if rule != robust.NONE:
+        yield Problem(key, f"the robust rule '{rule}' looks at single updates, which nobody sees: expected "
+                           f"robust.rule = '{robust.NONE}' or false")
+    if max_update_norm is not None:
+        yield Problem(key, "max_update_norm refuses single updates by their norm, which nobody sees: leave it out; "
+                           "privacy.range bounds each value on the device")
+    if section.mode == CENTRAL:
+        yield Problem(key, f"'{CENTRAL}' noise needs the aggregator to clip each update once it is decoded: expected "
+                           f"privacy.mode = '{LOCAL}' or '{NONE}'")
+    if section.neighbours % 2 or 0 < section.neighbours < section.least - 1:
+        yield Problem("privacy.neighbours", f"expected 0, or an even number from {section.least - 1} on")
 
 
 def remark(section: PrivacySection, rule: str) -> str:

@@ -1,7 +1,7 @@
 """The protocol between devices and the aggregator (docs/protocol.md).
 
 ``messages`` encodes and decodes JSON; ``round_messages``, ``device_messages`` and ``secure_messages`` define the
-messages; ``topics`` are their MQTT topics. ``chunks`` cuts blobs and reassembles them, ``chain_message`` lists deltas. ``signing`` signs
-manifests, ``certificates`` and ``enrolment_token`` identify devices, ``cohort`` selects who takes part in a round.
-Imports ``base`` only.
+messages; ``topics`` are their MQTT topics. ``chunks`` cuts blobs and reassembles them, ``chain_message`` lists deltas.
+``signing`` signs manifests, ``certificates`` and ``enrolment_token`` identify devices, ``cohort`` selects who takes
+part in a round. Imports ``base`` only.
 """

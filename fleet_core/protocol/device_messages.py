@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fleet_core.base.spread import Spread
 from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, ROUND, whole
 from fleet_core.protocol.round_messages import UpdateRef
+from fleet_core.protocol.secure_messages import SecureStep
 
 MAX_SOURCE, MAX_ABSENT = 200, 16
 """Characters of a source of joules or of a reason why there are none; reasons in a report."""
@@ -25,6 +26,7 @@ class Presence:
     whether it reads manifests under zstd. parts: whether it can train a part of a model; None: it does not say.
     engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
     board: what it is, for people; empty from agents that do not say. private: whether it follows ``PrivacyRules``.
+    secure: whether it follows ``SecureRules``: it knows them, and has a certificate.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -47,6 +49,7 @@ class Presence:
     engines: tuple[str, ...] = field(default=(), metadata={"max_length": 16})
     board: str = field(default="", metadata={"max_length": MAX_BOARD})
     private: bool = False
+    secure: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,12 +160,13 @@ class Down:
     counted  signed: whether an old update was counted
     heard    acknowledges the presence of the life ``boot``
     renewed  signed: the next certificate of ``device``, DER in base64, or the reason why there is none
+    secure   signed: a step of secure aggregation
     revoked  signed: ends the life ``boot`` of ``device``, revoked ``at`` (Unix seconds; None: an older ledger's)
 
     seq: that of the newest round.
     """
 
-    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard", "renewed", "revoked")})
+    t: str = field(metadata={"choices": ("need", "done", "reject", "counted", "heard", "renewed", "revoked", "secure")})
     r: int = field(metadata=ROUND)
     id: str = field(default="", metadata={"pattern": ID + "|"})
     miss: str = field(default="", metadata={"max_length": 10_000})
@@ -173,6 +177,7 @@ class Down:
     certificate: str | None = field(default=None, metadata={"max_length": 8192})
     seq: int | None = field(default=None, metadata=whole(1 << 53))
     at: float | None = field(default=None, metadata={"min": 0, "max": 1e11})
+    secure: SecureStep | None = None
 
 
 @dataclass(frozen=True)

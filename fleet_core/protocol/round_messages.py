@@ -8,6 +8,7 @@ from typing import Any
 
 from fleet_core.protocol.chunks import MAX_BLOB_BYTES, Blob
 from fleet_core.protocol.messages import ID, ROUND, whole
+from fleet_core.protocol.secure_messages import SecureRules
 
 MAX_NORM = 1e30
 PLACES = {"max_length": 60_000, "pattern": r"[0-9,-]+"}
@@ -87,13 +88,15 @@ class PrivacyRules:
 class UploadRules:
     """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first.
     least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is.
-    privacy: None for updates as they are."""
+    privacy: None for updates as they are. secure: how they are summed so that nobody sees one; None: they are sent as
+    they are."""
 
     max: int = field(default=1 << 28, metadata=whole(MAX_BLOB_BYTES, 1))
     chunk: int = field(default=61440, metadata=whole(1 << 24, 1024))
     codecs: tuple[str, ...] = ("fp32",)
     least_norm: float = field(default=0.0, metadata={"min": 0, "max": MAX_NORM})
     privacy: PrivacyRules | None = None
+    secure: SecureRules | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,8 @@ class UploadManifest:
     was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual:
     Euclidean norm of what the codec left out; None when the device does not say, or sends nothing. train: the arrays
     that it has, as in the round's manifest. privacy: the ``PrivacyRules`` that the device followed, as text; with
-    ``local`` noise it says neither samples nor loss.
+    ``local`` noise it says neither samples nor loss. secure: the session in which it was masked; then it says
+    neither of them, nor the residual.
     """
 
     blob: Blob
@@ -196,6 +200,7 @@ class UploadManifest:
     residual: float | None = field(default=None, metadata={"min": 0, "max": MAX_NORM})
     train: str | None = field(default=None, metadata=PLACES)
     privacy: str = field(default="", metadata={"max_length": 200})
+    secure: str = field(default="", metadata={"max_length": 32})
 
     @property
     def id(self) -> str:

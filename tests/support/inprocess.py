@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.identity import fleet_certificates
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
@@ -31,13 +32,14 @@ from export.first_model import first
 from fleet_core.base import trees
 from fleet_core.base.errors import RevokedError
 from fleet_core.base.trees import Params
-from fleet_core.board.device_settings import Data, Identity, Settings, Training
+from fleet_core.board.device_settings import Data, Identity, Settings, Tls, Training
 from fleet_core.board.limits import Limits
 from fleet_core.data.samples import Samples, save
 from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.model.train_graph import pack
+from fleet_core.protocol import certificates
 
 CLASSES = ("a", "b", "c")
 
@@ -149,7 +151,8 @@ class World:
             save(home.folder / "samples.npz", samples)
         train, torch_is_there, limits = data.pop("train", True), data.pop("trainer", True), data.pop("limits", None)
         engine, board = data.pop("engine", "torch"), data.pop("board", "")
-        settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train))
+        tls = certified(self.fleet, home.folder, name) if self.fleet.config.privacy.secure_aggregation else Tls()
+        settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train), tls=tls)
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
@@ -220,6 +223,17 @@ class World:
     def logged(self, text: str) -> bool:
         """Whether any log line contains ``text``."""
         return any(text in line for line in self.lines)
+
+
+def certified(fleet: Fleet, home: Path, name: str) -> Tls:
+    """Gives a device a certificate of its fleet, unless it has one."""
+    tls = Tls(certificate="device.pem", key="device.key")
+    if not (home / "device.key").exists():
+        key = certificates.new_key()
+        certificates.save_key(home / "device.key", key)
+        made = fleet_certificates.authority(fleet.folder).client(name, key.public_key())
+        (home / "device.pem").write_bytes(certificates.certificate_pem(made))
+    return tls
 
 
 def config_text(method: str = "pfldyn-proto", *, rounds: int = 3, devices: int = 3, hyper: str = "", link: str = "",

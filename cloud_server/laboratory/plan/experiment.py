@@ -330,6 +330,10 @@ def _run_checks(found: Experiment) -> Iterator[schema.Problem]:
             found.privacy, METHODS[section.name], given, auto=AUTO in (found.codec_up, found.codec_down),
             skip_below=found.skip_below, rule=found.robust.rule,
         )
+        yield from privacy.check_secure(
+            found.privacy, METHODS[section.name], given, up=found.codec_up, skip_below=found.skip_below,
+            rule=found.robust.rule, max_update_norm=found.max_update_norm,
+        )
         if found.averaged and set(METHODS[section.name].client.keeps) - {"personal"}:
             kept = ", ".join(METHODS[section.name].client.keeps)
             yield schema.Problem("averaged", f"{section.name} keeps a {kept}, which needs every update to be averaged")

@@ -27,13 +27,14 @@ from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.board import allocator
 from fleet_core.codecs.interface import Seed
+from fleet_core.codecs.kinds import common_scale
 from fleet_core.data.partitions import Share
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.learning.architectures import MODELS
 from fleet_core.model.encoded_update import EncodedUpdate, encode_update, method_state
 from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
-from fleet_core.privacy import gaussian
+from fleet_core.privacy import gaussian, masks
 from fleet_core.privacy.gaussian import Private
 from fleet_core.privacy.settings import LOCAL
 from fleet_core.training.local_round import TrainResult
@@ -213,6 +214,9 @@ class Worker:
         plain, size = task.codec == PLAIN, len(made.data)
         if plain and not made.skipped:
             size = 4 * self._wire.part(task.moving).parameters(self._method.shared)
+        if self._experiment.privacy.secure_aggregation:
+            bits = masks.bits_for(len(task.clients))
+            size = bits // 8 * self._wire.part(task.moving).parameters(self._method.shared)
         return TrainedDevice(
             client, made.update, result.samples, result.loss, result.flops, size, None if plain else made.left,
             stateful, skipped=made.skipped,
@@ -221,12 +225,14 @@ class Worker:
     def _encoded(
         self, task: TrainingTask, client: str, result: TrainResult, before: ClientState
     ) -> EncodedUpdate:
-        section = self._experiment.privacy
+        section, codec = self._experiment.privacy, "fp32" if task.codec == PLAIN else task.codec
+        if section.secure_aggregation:
+            codec = common_scale.name_of(section.exponent)
         if task.codec == PLAIN and not self._experiment.skip_below and not section.on:
             update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)
             return EncodedUpdate(b"", update, result.pending, None, PLAIN)
         return encode_update(
-            "fp32" if task.codec == PLAIN else task.codec, result.update, result.pending, before, method=self._method,
+            codec, result.update, result.pending, before, method=self._method,
             hyper=self._hyper, layout=self._wire, round_number=task.round, seed=self._seed(task, client),
             least_norm=task.least_norm, moving=task.moving, private=self._private(task, client) if section.on else None,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fleet_core.base import schema
 from fleet_core.base.errors import CodecError
 from fleet_core.codecs.interface import Codec
+from fleet_core.codecs.kinds.common_scale import CommonScale, exponent_of
 from fleet_core.codecs.kinds.drawn_weights import DrawnPart, DrawnWeights
 from fleet_core.codecs.kinds.fp32 import Fp32
 from fleet_core.codecs.kinds.half_precision import Bf16, Fp16
@@ -34,7 +35,10 @@ DRAWN = {form.name: form for form in (DrawnWeights(), DrawnPart())}
 
 
 def codec(name: str) -> Codec:
-    """One of ``CODECS``, ``DRAWN`` or ``NOTHING``. Raises CodecError for another name."""
+    """One of ``CODECS``, ``DRAWN`` or ``NOTHING``, or a ``CommonScale``. Raises CodecError for another name."""
+    exponent = exponent_of(name)
+    if exponent is not None:
+        return CommonScale(exponent)
     others = DRAWN | {NOTHING.name: NOTHING}
     if name in others:
         return others[name]

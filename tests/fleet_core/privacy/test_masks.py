@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from fleet_core.codecs.kinds.common_scale import LARGEST
 from fleet_core.privacy import masks
-from fleet_core.privacy.masks import LARGEST, bits_for, mask, pair_key, stream, whole
+from fleet_core.privacy.masks import bits_for, mask, pair_key, stream, whole
 
 COUNT, DEVICES = 1000, 5
 NAMES = [f"d{k}" for k in range(DEVICES)]

@@ -1,0 +1,200 @@
+"""The aggregator's side of secure aggregation in the open round (``fleet_core.privacy.secure_sum``): who is waited for,
+what is asked of whom, and the sum.
+
+A session is in memory alone. An aggregator that was restarted begins another one, unless it had asked devices to reveal
+shares: then the round is not counted, because the sums of two sessions could tell the difference between them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+from collections.abc import Callable, Collection, Iterator
+
+import numpy as np
+
+from cloud_server.broadcast.open_round import OpenRound, Rounds
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.spool import Spool
+from fleet_core.algorithms import aggregation
+from fleet_core.algorithms.interface import Payload, Update
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import MessageError
+from fleet_core.codecs import vector
+from fleet_core.model.layout import Layout
+from fleet_core.privacy import masks
+from fleet_core.privacy.masks import Array
+from fleet_core.privacy.secure_sum import Collector, Session
+from fleet_core.protocol import certificates, messages
+from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.secure_messages import (
+    KEYS,
+    REVEALED,
+    SHARES,
+    Revealed,
+    SealedShares,
+    SecureRules,
+    SignedKeys,
+)
+
+MASKED = "masked"
+"""In the place of a codec."""
+AGAIN_S = 2.0
+FACT = "unmasking"
+"""Of the ledger: the round whose devices were last asked to reveal shares."""
+RESTARTED = "not counted: the aggregator was restarted, or could not read an update, while the sum was unmasked"
+LOST = {"shares": "sent keys and no shares", "masked": "sent shares and no masked update",
+        "unmask": "sent a masked update and revealed no shares"}
+
+
+class SecureRounds:
+    """layout: of what crosses the wire. attest(device, message): sends signed. expected(device): whether anything of it
+    may still arrive."""
+
+    def __init__(
+        self, fleet: Fleet, layout: Layout, ledger: Ledger, spool: Spool, rounds: Rounds,
+        attest: Callable[[str, Down], None], *, expected: Callable[[str], bool], clock: Callable[[], float],
+        now: Callable[[], float],
+    ):
+        self._section, self._name, self._groups = fleet.config.privacy, fleet.config.fleet.name, fleet.method.shared
+        self._deadline_s, self._folder = fleet.config.fleet.deadline_s, fleet.folder
+        self._layout, self._ledger, self._spool, self._rounds = layout, ledger, spool, rounds
+        self._attest, self._expected, self._clock, self._now = attest, expected, clock, now
+        self._asked: dict[str, float] = {}
+
+    # One round --------------------------------------------------------------------------------------------------------
+
+    def session(self, number: int, devices: int) -> Collector | None:
+        """A new one for a round that asks so many devices; None where updates are sent as they are. Raises StateError
+        for a fleet whose authority is missing."""
+        section = self._section
+        if not section.secure_aggregation:
+            return None
+        authority = certificates.load_certificate(self._folder / "ca.pem")
+        self._asked.clear()
+        return Collector(Session(self._name, number, SecureRules(
+            secrets.token_hex(16), section.threshold, section.least, section.neighbours_of(devices), section.exponent,
+            masks.bits_for(devices), certificates.certificate_text(authority),
+        )), authority)
+
+    def interrupted(self, number: int) -> bool:
+        """Whether the sum of round ``number`` was being unmasked when an earlier aggregator ended."""
+        return self._ledger.fact(FACT) == str(number)
+
+    def group(self, opened: OpenRound) -> None:
+        """Enough keys are here. Raises MessageError."""
+        assert opened.secure is not None
+        opened.secure.start_sharing()
+        self._begin(opened)
+
+    def go_on(self, opened: OpenRound) -> bool:
+        """Begins the next step if this one's answers are here, or will not come; True once the sum can be had. Raises
+        MessageError with the reason why it cannot."""
+        collector = opened.secure
+        assert collector is not None
+        phase = collector.phase
+        if phase == "unmask" and collector.complete:
+            return True
+        answered, asked = self._answered(opened, collector)
+        missing = [name for name in asked if name not in answered]
+        waiting = [name for name in missing if name not in opened.failed and self._expected(name)]
+        if waiting and self._clock() <= opened.deadline:
+            self._ask(opened, collector, waiting)
+            return False
+        for name in missing:
+            if name not in opened.failed:
+                opened.fail(name, LOST[phase])
+        if phase == "unmask":
+            raise MessageError(f"{len(answered)} of {len(asked)} devices revealed shares", expected="the threshold")
+        if phase == "shares":
+            collector.start_masking()
+        else:
+            self._ledger.set_facts(**{FACT: str(opened.number)})
+            collector.start_unmasking(opened.received)
+        self._begin(opened)
+        return False
+
+    def _answered(self, opened: OpenRound, collector: Collector) -> tuple[Collection[str], Collection[str]]:
+        """(devices that have done the present step, those that were asked for it)."""
+        if collector.phase == "shares":
+            return collector.shares, collector.graph
+        if collector.phase == "masked":
+            return opened.received, collector.senders
+        return collector.revealed, collector.there
+
+    def _begin(self, opened: OpenRound) -> None:
+        opened.extend(self._clock() + self._deadline_s)
+        self._asked.clear()
+        assert opened.secure is not None
+        self._ask(opened, opened.secure, self._answered(opened, opened.secure)[1])
+
+    def _ask(self, opened: OpenRound, collector: Collector, names: Collection[str]) -> None:
+        """Each of ``names``, unless it was asked just now."""
+        for name in names:
+            step = collector.step(name)
+            if step is not None and self._clock() - self._asked.get(name, -AGAIN_S) >= AGAIN_S:
+                self._asked[name] = self._clock()
+                self._attest(name, Down("secure", opened.number, device=name, secure=step))
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def on_message(self, device: str, number: int, part: str, payload: bytes) -> None:
+        """Raises MessageError for a message that is refused."""
+        opened = self._rounds.open
+        if opened is None or opened.secure is None or number != opened.number or device not in opened.cohort:
+            return
+        if part == KEYS:
+            now = datetime.datetime.fromtimestamp(self._now(), datetime.timezone.utc)
+            opened.secure.add_keys(device, messages.decode(SignedKeys, payload), now)
+        elif part == SHARES:
+            opened.secure.add_shares(device, messages.decode(SealedShares, payload))
+        elif part == REVEALED:
+            opened.secure.add_revealed(device, messages.decode(Revealed, payload))
+
+    @staticmethod
+    def refusal(opened: OpenRound, device: str, session: str) -> str:
+        """Why a masked update is not taken, or empty."""
+        collector = opened.secure
+        if collector is None:
+            return "" if not session else "a masked update, expected one that is not"
+        if session != collector.session.rules.session:
+            return "masked for another sum" if session else "an update that is not masked"
+        return "" if collector.phase == "masked" and device in collector.senders else "the sum is of other devices"
+
+    def check_size(self, opened: OpenRound, data: bytes) -> None:
+        """Of a masked update. Raises MessageError."""
+        assert opened.secure is not None
+        expected = self._values(opened) * opened.secure.session.rules.bits // 8
+        if len(data) != expected:
+            raise MessageError(f"a masked update of {len(data)} bytes", expected=str(expected))
+
+    def max_bytes(self) -> int:
+        """Of a masked update."""
+        return 4 * self._layout.parameters(self._groups)
+
+    # The sum ----------------------------------------------------------------------------------------------------------
+
+    def updates(self, opened: OpenRound) -> list[Update]:
+        """As many updates as devices, in closing order: the first is the sum of all, the others are zero; float64.
+        Raises MessageError where there is no sum, StateError for a masked update that cannot be read."""
+        collector = opened.secure
+        assert collector is not None
+        names = aggregation.order(collector.there)
+        lacking = [name for name in names if name not in opened.received]
+        if lacking:
+            raise MessageError(f"the masked update of {lacking[0]} was taken away while the sum was unmasked")
+        total = collector.total(self._masked(opened, names)) * 2.0**collector.session.rules.exponent
+        part = self._layout.part(opened.arrays.moving)
+        whole = part.ordered(storage.unflatten(vector.divided(total, part.shapes(self._groups))))
+        nothing = trees.zeros_like(whole)
+        return [Update(name, Payload(whole if k == 0 else nothing)) for k, name in enumerate(names)]
+
+    def _masked(self, opened: OpenRound, names: Collection[str]) -> Iterator[Array]:
+        assert opened.secure is not None
+        kind = masks.dtype(opened.secure.session.rules.bits)
+        for name in names:
+            yield np.frombuffer(self._spool.data(opened.number, name, opened.received[name]), kind)
+
+    def _values(self, opened: OpenRound) -> int:
+        return self._layout.part(opened.arrays.moving).parameters(self._groups)

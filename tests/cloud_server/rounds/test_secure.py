@@ -1,0 +1,318 @@
+"""Secure aggregation in a whole fleet: the sum is that of the devices' quantized updates, nobody holds a single one,
+devices vanish at each step, the aggregator is restarted, and what does not go together is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloud_server.commands import server as commands
+from cloud_server.ledger.ledger_tables import Round, Update
+from cloud_server.rounds.secure_round import SecureRounds
+from edge_agent.device.state import DeviceState
+from edge_agent.rounds.secure_update import SecureUpdates
+from fleet_core.base import storage, trees
+from fleet_core.base.errors import ConfigError
+from fleet_core.board.device_settings import Tls
+from fleet_core.codecs.kinds import common_scale
+from fleet_core.privacy.secure_sum import Participant
+from fleet_core.protocol import messages, topics
+from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.secure_messages import SecureStep
+from tests.support import inprocess
+from tests.support.inprocess import World, config_text, toy, world
+from tests.support.world_checks import check_duals, settled
+
+pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
+
+DEVICES, ROUNDS = 4, 3
+ON = "secure_aggregation = true\nrange = 0.5"
+
+
+def text(method: str = "fedavg", *, privacy: str = ON, rounds: int = ROUNDS, more: str = "", link: str = "",
+         fleet: str = "quorum = 0.5\ndeadline_s = 50", hyper: str = "") -> str:
+    base = config_text(method, rounds=rounds, devices=DEVICES, fleet=fleet, link=link, hyper=hyper)
+    return f"{base}\n{more}\n[privacy]\n{privacy}\n"
+
+
+def started(folder: Path, method: str = "fedavg", **settings: Any) -> World:
+    w = world(folder, text(method, **settings))
+    w.start_server()
+    for n in range(DEVICES):
+        w.start_agent(f"d{n}", toy(n))
+    return w
+
+
+def ended(w: World, rounds: int = ROUNDS) -> World:
+    assert w.pump(lambda: w.closed() == rounds and settled(w)), w.lines[-20:]
+    return w
+
+
+def counted(w: World, number: int) -> set[str]:
+    return {row.device for row in w.server.ledger.rows(Update, round=number, status="counted")}
+
+
+def note(w: World, number: int) -> str:
+    return str(w.server.ledger.rows(Round, round=number)[0].note)
+
+
+def phase(w: World, wanted: str, number: int = 1) -> Callable[[], bool]:
+    def there() -> bool:
+        opened = w.server.open
+        return opened is not None and opened.number == number and opened.secure.phase == wanted
+
+    return there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "pfldyn-proto"])
+def test_three_rounds_count_the_sum_of_all_and_duals_follow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    values: dict[int, list[Any]] = {}
+    sums: dict[int, Any] = {}
+    honest, updates = Participant.mask, SecureRounds.updates
+
+    def seen(self: Participant, boxes: Any, own: Any) -> Any:
+        values.setdefault(self.session.round, []).append(own.astype(np.int64))
+        return honest(self, boxes, own)
+
+    def summed(self: SecureRounds, opened: Any) -> Any:
+        made = updates(self, opened)
+        sums[opened.number] = storage.flatten(made[0].payload.groups)
+        return made
+
+    monkeypatch.setattr(Participant, "mask", seen)
+    monkeypatch.setattr(SecureRounds, "updates", summed)
+    w = ended(started(tmp_path, method))
+    exponent = w.fleet.config.privacy.exponent
+    for number in range(1, ROUNDS + 1):
+        assert counted(w, number) == {f"d{n}" for n in range(DEVICES)}
+        whole = np.concatenate([sums[number][name].reshape(-1) for name in sorted(sums[number])]) / 2.0**exponent
+        assert np.array_equal(whole, sum(values[number]))
+        assert np.abs(whole).max() > 0
+    for row in w.server.ledger.rows(Update):
+        assert (row.samples, row.loss) == (None, None)
+    if method == "pfldyn-proto":
+        check_duals(w, feedback=True)
+    assert w.pump(lambda: w.server.served_round == ROUNDS)
+    w.close()
+
+
+def test_no_single_update_is_on_the_aggregators_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device's update is planted: a ramp of its own. Neither its bytes nor its values as floats are in any file of
+    the fleet's folder at any step, or in anything that the aggregator was sent."""
+    planted: dict[str, Any] = {}
+    honest = common_scale.values_of
+    monkeypatch.setattr(
+        common_scale, "values_of",
+        lambda data: planted.setdefault(str(len(planted)), np.roll(np.arange(len(honest(data))) % 120, len(planted))
+                                        .astype(np.int8)),
+    )
+    w = started(tmp_path, rounds=1)
+    arrived: list[bytes] = []
+    receive = w.broker.publish
+
+    def publish(*arguments: Any, **keywords: Any) -> Any:
+        arrived.extend(part for part in arguments if isinstance(part, bytes))
+        return receive(*arguments, **keywords)
+
+    monkeypatch.setattr(w.broker, "publish", publish)
+    disk = b""
+    for _ in range(2000):
+        if w.closed() == 1:
+            break
+        w.step()
+        if w.server.open is not None and w.server.open.secure.phase in ("masked", "unmask"):
+            disk += b"".join(p.read_bytes() for p in sorted(w.fleet.folder.rglob("*")) if p.is_file())
+    assert w.closed() == 1
+    disk += b"".join(p.read_bytes() for p in sorted(w.fleet.folder.rglob("*")) if p.is_file())
+    assert len(planted) == DEVICES
+    step = 2.0**w.fleet.config.privacy.exponent
+    everything = disk + b"".join(arrived)
+    assert len(arrived) > 20
+    for values in planted.values():
+        part = values[:16]
+        for known in (part, part.astype("<i2"), part.astype("<i4"), part * np.float32(step), part * np.float64(step)):
+            assert known.tobytes() not in everything
+    w.close()
+
+
+def vanish(w: World, monkeypatch: pytest.MonkeyPatch, names: Collection[str], step: str) -> None:
+    """Each of ``names`` is killed when it is asked for that step of round 1, before it does anything."""
+    asked: set[str] = set()
+    answer = SecureUpdates.answer
+
+    def dying(self: SecureUpdates, wanted: SecureStep, pending: Any) -> Any:
+        if self._name in names and wanted.step == step and pending.round == 1:
+            asked.add(self._name)
+            return None
+        return answer(self, wanted, pending)
+
+    monkeypatch.setattr(SecureUpdates, "answer", dying)
+    assert w.pump(lambda: asked == {*names}), w.lines[-10:]
+    for name in names:
+        w.kill_agent(name)
+    assert w.pump(lambda: w.closed() == 1), w.lines[-10:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "in_sum"), [("peers", False), ("boxes", False), ("unmask", True)])
+def test_a_device_that_vanishes_is_left_out_or_counted_and_the_round_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, in_sum: bool
+) -> None:
+    """It is asked to share, to send what it has masked, to unmask."""
+    w = started(tmp_path, "pfldyn-proto", rounds=2)
+    vanish(w, monkeypatch, ["d1"], step)
+    assert counted(w, 1) == {"d0", "d2", "d3", *({"d1"} if in_sum else ())}
+    assert ("d1" in note(w, 1)) is not in_sum
+    w.start_agent("d1")
+    ended(w, 2)
+    assert len(counted(w, 2)) == DEVICES
+    check_duals(w, feedback=True)
+    w.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["peers", "boxes", "unmask"])
+def test_fewer_than_the_threshold_are_not_counted_and_the_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: str
+) -> None:
+    w = started(tmp_path, "pfldyn-proto", rounds=2)
+    vanish(w, monkeypatch, ["d1", "d2"], step)
+    assert counted(w, 1) == set()
+    assert note(w, 1).startswith("not counted: 2 of 4 devices ")
+    assert trees.norm(w.server.checkpoint.state.memory["dual"]) == 0
+    for name in ("d1", "d2"):
+        w.start_agent(name)
+    ended(w, 2)
+    assert len(counted(w, 2)) == DEVICES
+    check_duals(w, feedback=True)
+    w.close()
+    commands.rounds(w.fleet.folder, explain=True, as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["note"].startswith("not counted: ")
+    commands.rounds(w.fleet.folder, explain=True)
+    assert "not counted" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])
+def test_after_a_restart_of_the_aggregator_the_round_is_finished_or_left_out_as_a_whole(
+    tmp_path: Path, step: str
+) -> None:
+    w = started(tmp_path, "pfldyn-proto", rounds=2)
+    assert w.pump(phase(w, step))
+    w.kill_server()
+    w.start_server()
+    ended(w, 2)
+    assert len(counted(w, 1)) == (0 if step == "unmask" else DEVICES)
+    assert note(w, 1).startswith("not counted: the aggregator was restarted") is (step == "unmask")
+    assert len(counted(w, 2)) == DEVICES
+    check_duals(w, feedback=True)
+    w.close()
+
+
+@pytest.mark.slow
+def test_a_device_that_revealed_masks_the_same_update_for_no_other_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dishonest aggregator that is restarted and asks again, as if nothing had been revealed."""
+    monkeypatch.setattr(SecureRounds, "interrupted", lambda self, number: False)
+    w = started(tmp_path, rounds=1)
+    assert w.pump(lambda: DeviceState(tmp_path / "devices" / "d0").revealed() != "")
+    w.kill_server()
+    w.start_server()
+    assert w.pump(lambda: w.logged("d0: this device takes no part in the sum: this update is in a sum already"))
+    assert w.closed() == 0
+    w.close()
+
+
+@pytest.mark.slow
+def test_a_device_that_is_restarted_sends_what_it_has_masked_and_keeps_its_dual(tmp_path: Path) -> None:
+    w = started(tmp_path, "pfldyn-proto", rounds=2)
+    pending = tmp_path / "devices" / "d1" / "methods"
+    assert w.pump(lambda: any(b'"codec": "masked"' in p.read_bytes()[:20_000].replace(b'\\"', b'"')
+                              for p in pending.glob("*/pending.safetensors")))
+    w.kill_agent("d1")
+    w.start_agent("d1")
+    ended(w, 2)
+    assert "d1" in counted(w, 1)
+    check_duals(w, feedback=True)
+    w.close()
+
+
+@pytest.mark.slow
+def test_lost_messages_are_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: set[tuple[str, str]] = set()
+    send = SecureUpdates._send
+
+    def lossy(self: SecureUpdates, number: int, part: str, message: object) -> None:
+        if (self._name, part) in lost:
+            return send(self, number, part, message)
+        lost.add((self._name, part))
+
+    monkeypatch.setattr(SecureUpdates, "_send", lossy)
+    w = started(tmp_path, rounds=1)
+    ended(w, 1)
+    assert len(lost) == 3 * DEVICES
+    assert len(counted(w, 1)) == DEVICES
+    w.close()
+
+
+@pytest.mark.slow
+def test_a_step_that_nobody_signed_is_not_followed(tmp_path: Path) -> None:
+    w = started(tmp_path, rounds=1)
+    assert w.pump(phase(w, "keys"))
+    forged = Down("secure", 1, device="d0", secure=SecureStep("a" * 32, "unmask", there=("d0",)))
+    w.agents["d0"]._on_message(topics.down("t", "d0"), messages.encode(forged))
+    ended(w, 1)
+    assert len(counted(w, 1)) == DEVICES
+    w.close()
+
+
+@pytest.mark.slow
+def test_a_device_without_a_certificate_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = started(tmp_path, rounds=1)
+    monkeypatch.setattr(inprocess, "certified", lambda *arguments: Tls())
+    w.start_agent("d9", toy(9))
+    ended(w, 1)
+    assert "no certificate of this fleet" in w.server.ledger.device("d9").cannot
+    assert "d9" not in counted(w, 1)
+    w.close()
+
+
+@pytest.mark.slow
+def test_local_noise_goes_together_with_it(tmp_path: Path) -> None:
+    w = ended(started(tmp_path, rounds=1, privacy=f'{ON}\nmode = "local"\nclip = 0.5\nnoise_multiplier = 0.5'), 1)
+    assert len(counted(w, 1)) == DEVICES
+    w.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "said"),
+    [
+        ("fedavg", {"more": '[robust]\nrule = "median"'}, "robust rule 'median' looks at single updates"),
+        ("fedavg", {"more": '[robust]\nrule = "clip"'}, "robust rule 'clip' looks at single updates"),
+        ("fedproto", {}, "needs each device's update"),
+        ("local", {}, "sends nothing"),
+        ("fedavg", {"hyper": "weighted = true"}, "hyper.weighted = false"),
+        ("fedavg", {"link": 'up = "auto"'}, "not in the codec auto"),
+        ("fedavg", {"link": 'up = "topk-10"'}, "not in the codec topk-10"),
+        ("fedavg", {"link": "skip_below = 0.2"}, "skip_below = 0"),
+        ("fedavg", {"link": "max_update_norm = 3.0"}, "privacy.range bounds each value"),
+        ("fedavg", {"privacy": f'{ON}\nmode = "central"'}, "'central' noise"),
+        ("fedavg", {"privacy": f"{ON}\nleast = 5"}, "fewer than privacy.least"),
+        ("fedavg", {"privacy": f"{ON}\nneighbours = 3"}, "an even number"),
+        ("fedavg", {"privacy": f"{ON}\nthreshold = 0.5"}, "must be above 0.5"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(
+    tmp_path: Path, method: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        world(tmp_path, text(method, **settings))
