@@ -20,11 +20,13 @@ from fleet_core.base import storage, trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import Tls
 from fleet_core.codecs.kinds import common_scale
+from fleet_core.link.mqtt import MqttLink
 from fleet_core.privacy.secure_sum import Participant
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.secure_messages import SecureStep
 from tests.support import inprocess
+from tests.support.brokers import private_broker
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.world_checks import check_duals, settled
 
@@ -316,3 +318,17 @@ def test_what_does_not_go_together_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         world(tmp_path, text(method, **settings))
+
+
+@pytest.mark.slow
+def test_three_rounds_over_the_embedded_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with private_broker(tmp_path / "broker", "amqtt") as broker:
+        monkeypatch.setattr(
+            inprocess, "LoopbackLink", lambda _, boot, will: MqttLink(broker.url, client_id=boot, will=will)
+        )
+        w = started(tmp_path, "pfldyn-proto", fleet="quorum = 0.5\ndeadline_s = 1e6")
+        assert w.pump(lambda: w.closed() == ROUNDS and settled(w), steps=200_000, tick_s=0.0005), w.lines[-20:]
+        for number in range(1, ROUNDS + 1):
+            assert len(counted(w, number)) == DEVICES
+        check_duals(w, feedback=True)
+        w.close()

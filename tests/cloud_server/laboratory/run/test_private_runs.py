@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.run import device_work
+from fleet_core.base import storage
 from fleet_core.base.errors import ConfigError
+from fleet_core.model.encoded_update import EncodedUpdate, encode_update
 from fleet_core.privacy.accountant import Accountant
 from tests.support import lab
 
@@ -55,3 +59,24 @@ def test_where_nobody_knows_who_was_drawn_epsilon_is_smaller(tmp_path: Path) -> 
         asked(tmp_path, {**LOCAL, "amplified": True})
     with pytest.raises(ConfigError, match="walks away from its minimum"):
         asked(tmp_path, central)
+
+
+def test_a_secure_sum_is_simulated_by_the_values_that_a_fleet_would_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[EncodedUpdate] = []
+    def seen(codec: str, *given: Any, **more: Any) -> EncodedUpdate:
+        assert codec == "common:-7"  # 127 / 128 is the first such range from 0.9 on
+        made.append(encode_update(codec, *given, **more))
+        return made[-1]
+
+    monkeypatch.setattr(device_work, "encode_update", seen)
+    secure = {"secure_aggregation": True, "range": 0.9}
+    lab.run_first(asked(tmp_path, secure, codec_up="int8", codec_down="int8"), tmp_path / "run")
+    for one in made:
+        for array in storage.flatten(one.update.groups).values():
+            assert np.array_equal(array * 128, np.rint(array * 128))
+            assert np.abs(array).max() <= 127 / 128
+    assert any(array.any() for one in made for array in storage.flatten(one.update.groups).values())
+    with pytest.raises(ConfigError, match="not in the codec fp32"):
+        asked(tmp_path, secure, codec_up="fp32")
