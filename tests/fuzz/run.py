@@ -81,7 +81,8 @@ def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, 
     corpus = folder / target
     child = subprocess.run(
         [*FORKED, sys.executable, "-m", "tests.fuzz.run", "--child", target, "--corpus", str(corpus),
-         "--inputs", str(inputs), "--seconds", str(seconds)], capture_output=True, text=True, errors="replace", check=False,
+         "--inputs", str(inputs), "--seconds", str(seconds)],
+        capture_output=True, text=True, errors="replace", check=False,
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )
     said = dict(re.findall(r"^stat::(\w+):\s+(\d+)", child.stderr, re.MULTILINE))
