@@ -22,7 +22,8 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
-from cloud_server.results.accuracy_drop import accuracies, lost
+from cloud_server.results.accuracy_drop import lost
+from cloud_server.results.evaluations import accuracies
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import shortened
 

@@ -14,7 +14,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Evaluation, Round
 from cloud_server.records.checkpoint import served_rounds
 from cloud_server.results.accuracy_drop import better_round
-from cloud_server.rounds.server_rule import FACT
+from cloud_server.rounds.decide_roll_back import FACT
 from fleet_core.base import trees
 from fleet_core.base.errors import StateError
 from fleet_core.base.trees import Params
