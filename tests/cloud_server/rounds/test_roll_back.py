@@ -168,3 +168,15 @@ def test_the_median_device_decides(
         assert better_round(ledger, 3, [1, 2, 3], 0.1) == found
 
 
+def test_while_no_round_opens_the_ledger_is_asked_for_requests_alone(tmp_path: Path) -> None:
+    w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta")
+    until_evaluated(w, 2)
+    assert w.pump(partial(closed, w, ROUNDS))
+    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")) == DEVICES)
+    w.pump(lambda: False, steps=20)
+    asked: list[str] = []
+    w.server.ledger._db.set_trace_callback(asked.append)
+    assert not w.pump(lambda: False, steps=200)
+    w.server.ledger._db.set_trace_callback(None)
+    assert {text for text in asked if text.startswith("SELECT")} == {"SELECT key, value FROM control ORDER BY key"}
+    w.close()
