@@ -1,4 +1,4 @@
-"""Reads a fleet's folder and ledger into small JSON values, each with a key, so that changed ones can be told.
+"""Reads a fleet's folder and ledger into small JSON values, each with a key, so that only changed ones are sent.
 
     fleet     name, method, whether it runs, totals, budget, warnings
     d/NAME    a device

@@ -138,7 +138,7 @@ def _disk(folder: Path, section: AlertsSection) -> Iterator[Alert]:
 def _certificates(
     fleet: Fleet, ledger: Ledger, enrolled: dict[str, Device], section: AlertsSection, now: float
 ) -> Iterator[Alert]:
-    """Devices renew their certificates by themselves: one that is near its end shows that a device cannot."""
+    """Devices renew their certificates by themselves: one that ends soon belongs to a device that cannot."""
     last: dict[str, float] = {}
     for row in ledger.each(Certificate):
         if row.device in enrolled and row.revoked_at is None:
@@ -180,8 +180,8 @@ def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
 
 
 def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:
-    """The last evaluated round against each of those before it, over the devices that were evaluated in both,
-    where these are most."""
+    """Compares the last evaluated round with the earlier ones, over the devices that were evaluated in both. Rounds
+    with too few such devices are left out."""
     newest = ledger.newest(Evaluation) or 0
     rounds = accuracies(ledger, range(newest - EVALUATED_BACK, newest + 1))
     if len(rounds) < 2:

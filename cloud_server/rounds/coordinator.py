@@ -311,8 +311,8 @@ class Coordinator:
             self._parts.waiting.all_answered(opened, wanted)
 
     def _all_gone(self, names: list[str]) -> bool:
-        """Whether none of these delivers any more. A round of an earlier life is given what a new one is given: its
-        devices may be starting as this aggregator is."""
+        """Whether none of these delivers any more. A round that was taken up after a restart first waits as a new one
+        does, until enough devices are on."""
         self._taken_up = self._taken_up and not self._enough_there()
         return not self._taken_up and not any(map(self._members.expected, names))
 
