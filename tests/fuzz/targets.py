@@ -38,7 +38,16 @@ from fleet_core.data import readers
 from fleet_core.data.readers import Cut
 from fleet_core.model import graph_bundle, payloads, train_graph
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
-from fleet_core.protocol import certificates, chunks, device_messages, enrolment_token, messages, round_messages, topics
+from fleet_core.protocol import (
+    certificates,
+    chunks,
+    device_messages,
+    enrolment_token,
+    messages,
+    program_statement,
+    round_messages,
+    topics,
+)
 from tests.support.simulation import toy_layout
 
 LIMIT_BYTES = 1 << 20
@@ -116,6 +125,11 @@ def _topic(data: bytes) -> object:
 
 def _ranges(data: bytes) -> object:
     return chunks.from_ranges(data.decode("utf-8", "replace"), 1 << 16)
+
+
+STATEMENT = program_statement.Statement(
+    "lab", "0.1.0-abc", "3.13", "aarch64", 1, "0" * 64, "0" * 64, 1, files={"install.sh": "0" * 64},
+)
 
 
 # Models and updates ---------------------------------------------------------------------------------------------------
@@ -263,6 +277,8 @@ TARGETS: dict[str, Target] = {
     **{f"codec-{name}": _payload(name) for name in registry.CODECS},
     "topic": Target(_topic, lambda: [b"fl1/fleet/d/dev/up/3/m", b"fl1/fleet/en/0"]),
     "ranges": Target(_ranges, lambda: [b"1-3,7", b""]),
+    "program-statement": Target(program_statement.parse, lambda: [STATEMENT.text()]),
+    "program-manifest": Target(program_statement.parse_manifest, lambda: [f"{'0' * 64}  bin/edge-agent\n".encode()]),
     "safetensors": Target(lambda data: storage.unpack(data), _safetensors),
     "bundle": Target(graph_bundle.unpack, lambda: [graph_bundle.pack(_plain())]),
     "train-graph": Target(
