@@ -227,12 +227,12 @@ def _limits(limits: Mapping[str, Any]) -> str:
 
 def http() -> str:
     """The addresses of a device, of the console and of the metrics."""
-    drawn = re.findall(r"^    (\S.*)$", console.__doc__ or "", re.MULTILINE)
+    drawn = inspect.cleandoc(console.__doc__ or "").split("\n\n")[1]
     protocol = inspect.cleandoc(inference_protocol.__doc__ or "").partition("\n\n")[2]
     return "\n\n".join((
         "# HTTP", "## A device: edge-agent serve", "Port 8080; [how to use it](../docs/serving.md).", protocol,
         "## The console: metafleet console", "Port 8765; [who may use it](../docs/console.md#who-may-use-it).",
-        "```text\n" + "\n".join(drawn) + "\n```",
+        f"```text\n{inspect.cleandoc(drawn)}\n```",
         "Whatever changes something is a POST with `Content-Type: application/json` and the console's own `Origin`. "
         "Errors are `{\"error\": TEXT}`: 400 and 415 no JSON, 401 no token, 403 another page, 404 no such thing, 409 "
         "refused, with the reason, 413 too long, 421 a foreign host name.",

@@ -5,7 +5,8 @@
 Aggregator, mosquitto with certificates, and agents are processes on this machine. The first patients of the task
 heartbeat-22 train, all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to
 the last but one, so that neither the graph, nor the first model, nor the served model after the last round counts:
-payload, what went through the MQTT socket, and on the wire: TLS, TCP and IP. It writes live.json.
+payload, what went through the MQTT socket, and on the wire: TLS, TCP and IP. ``planned`` and ``run_`` are the bytes of
+all devices in the whole run, by ``metafleet plan`` before it and the ledger after it. It writes live.json.
 """
 
 from __future__ import annotations
@@ -58,15 +59,17 @@ def measured(folder: Path, label: str, codec: str, devices: int, rounds: int) ->
         server, log = commands.start("metafleet", "server", "start", FLEET, "--host", "0.0.0.0", "--quiet")
         commands.says(log, "broker: ")
         names = enrolled(commands, devices)
+        plan = json.loads(commands.done("metafleet", "plan", FLEET, "--json").stdout)
         agents = [commands.start("edge-agent", "run", "--home", name)[0] for name in names]
         with Ledger(folder / FLEET / "ledger.sqlite") as ledger:
             commands.until(lambda: len(ledger.rounds("closed")) >= rounds, f"round {rounds}", ROUNDS_S)
             by_round = ledger.volume("round")
-            found = [by_round[number] for number in range(FIRST_ROUND, rounds)]
+            found, run = [by_round[number] for number in range(FIRST_ROUND, rounds)], ledger.volume()[None]
         commands.stop(*agents)
         commands.stop(server)
     return {"method": label, "codec": codec,
-            **{name: each(found, name, devices) for name in COUNTERS}}
+            **{name: each(found, name, devices) for name in COUNTERS}, "planned": plan[0]["payload_bytes"],
+            **{f"run_{name}": up_and_down(getattr(run, name)) for name in ("payload", "wire")}}
 
 
 def enrolled(commands: Commands, devices: int) -> list[str]:
@@ -89,6 +92,10 @@ def each(found: list[Volume], counter: str, devices: int) -> dict[str, float]:
     """Bytes of one device in one round."""
     counted: list[Bytes] = [getattr(volume, counter) for volume in found]
     return {"up": mean(one.up for one in counted) / devices, "down": mean(one.down for one in counted) / devices}
+
+
+def up_and_down(counted: Bytes) -> dict[str, int]:
+    return {"up": counted.up, "down": counted.down}
 
 
 def main() -> None:

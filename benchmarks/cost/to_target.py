@@ -1,10 +1,10 @@
 """Bytes until an accuracy: methods and codecs on five tasks, three seeds each.
 
     METAFLEET_DATA=CACHE python -m benchmarks.cost.to_target choose|run|front|page --runs FOLDER [--only TASK ...]
-        [--minutes M] [--jobs N]
+        [--seeds N] [--minutes M] [--jobs N]
 
-choose: hyper-parameters of each method, then the codec of PFLDyn-Proto, inside the training samples of each task, with
-two seeds of their own; the result is chosen.json. run: the rows of the table. front: every method with every codec of
+choose: hyper-parameters of each method, then the codec of PFLDyn-Proto, inside the training samples of each task, as
+``CHOOSING`` says; the result is chosen.json. run: the rows of the table. front: every method with every codec of
 ``FRONT``. page: to_target.md and the pictures from the runs that have ended. Every command resumes and ends after the
 rounds in progress when the time is up; tasks/TASK.toml are the experiments.
 
@@ -44,12 +44,28 @@ ROWS = ((PER_FEDAVG, "fp32"), (FEDAVG, "fp32"), (PFLDYN, "fp32"), (PFLDYN, "int8
 CODECS = ("int8", "int4", "ternary", "topk-10/int4", "topk-10", "topk-1/topk-10", "topk-1", "auto")
 """UP/DOWN, or one for both; those that are tried for ``best``."""
 FRONT = ("fp32", "int8", "int4", "ternary", "topk-10", "topk-1")
-SEEDS, CHOOSING_SEEDS = (0, 1, 2), (100, 101)
+SEEDS = (0, 1, 2)
 PENALTIES = (1.0, 4.0)
 """Times the penalty that was chosen with fp32: lossy codecs may need a larger one (docs/codecs.md)."""
 LAST = 5
 WITHIN = 0.005
 """Half a point: how much lower than fp32's the figure at the end may be."""
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How a task's settings are chosen. rounds: 0 for those of the task."""
+
+    seeds: tuple[int, ...] = (100, 101)
+    rounds: int = 0
+    codecs: tuple[str, ...] = CODECS
+
+
+CHOOSING = {
+    "omniglot": Choosing((100,), 20, ("ternary", "topk-10", "topk-1/topk-10")),
+    "mnist": Choosing((100,), 40, ("ternary", "topk-10", "topk-1/topk-10")),
+}
+"""Task -> a shorter choice than the default's: models for images take longer."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +115,9 @@ def curve(name: str, folder: Path) -> Curve:
 def choose(name: str, runs: Path, how: Options, stopped: Callable[[], bool]) -> None:
     """Hyper-parameters by label: those with the best mean figure over the evaluated rounds. Then PFLDyn-Proto's codec
     with its penalty: that with the fewest bytes in the whole run among those that end within half a point of fp32."""
-    asked = task(name)
-    inside = replace(asked, seeds=CHOOSING_SEEDS, evaluation=replace(asked.evaluation, within_training=True))
+    asked, by = task(name), CHOOSING.get(name, Choosing())
+    inside = replace(asked, seeds=by.seeds, evaluation=replace(asked.evaluation, within_training=True),
+                     budget=replace(asked.budget, rounds=by.rounds or asked.budget.rounds))
     hyper = tried(name, with_codec(inside, "fp32"), runs / name / "hyper", how, stopped)
     labels = dict.fromkeys(one["label"].partition(",")[0] for one in hyper)
     methods = {label: max((one for one in hyper if one["label"].partition(",")[0] == label),
@@ -110,7 +127,7 @@ def choose(name: str, runs: Path, how: Options, stopped: Callable[[], bool]) -> 
         replace(best, label=f"{PFLDYN}-{factor:g}", hyper={**best.hyper, "penalty": factor * best.hyper["penalty"]})
         for factor in PENALTIES))
     codecs = []
-    for codec in ("fp32", *CODECS):
+    for codec in ("fp32", *by.codecs):
         out = runs / name / "codecs" / codec.replace("/", "-")
         codecs += [{"codec": codec, **one} for one in tried(name, with_codec(several, codec), out, how, stopped)]
     plain = max(float(one["end"]) for one in codecs if one["codec"] == "fp32")
@@ -118,7 +135,7 @@ def choose(name: str, runs: Path, how: Options, stopped: Callable[[], bool]) -> 
     chosen = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
     methods[BEST] = min(fit, key=lambda one: int(one["bytes"]))
     write_json(CHOSEN, {**chosen, name: {
-        "rounds": inside.budget.rounds, "seeds": CHOOSING_SEEDS, "methods": methods, "hyper": hyper, "codecs": codecs}})
+        "rounds": inside.budget.rounds, "seeds": by.seeds, "methods": methods, "hyper": hyper, "codecs": codecs}})
 
 
 def tried(
@@ -160,11 +177,12 @@ def with_codec(asked: Experiment, codec: str) -> Experiment:
 
 
 def run(
-    name: str, rows: Sequence[tuple[str, str]], runs: Path, how: Options, stopped: Callable[[], bool]
+    name: str, rows: Sequence[tuple[str, str]], runs: Path, how: Options, stopped: Callable[[], bool],
+    seeds: Sequence[int] = SEEDS,
 ) -> None:
     """``rows`` of (label, codec) with every seed."""
     for label, codec in rows:
-        folder, asked = row_of(name, label, codec, runs)
+        folder, asked = row_of(name, label, codec, runs, seeds)
         try:
             simulate(asked, folder, how, stopped=stopped)
         except RoundError as error:
@@ -172,12 +190,13 @@ def run(
         processes.say(f"{name}: {label} with {codec} has ended")
 
 
-def row_of(name: str, label: str, codec: str, runs: Path) -> tuple[Path, Experiment]:
+def row_of(name: str, label: str, codec: str, runs: Path, seeds: Sequence[int]) -> tuple[Path, Experiment]:
     """(the folder of its runs, the experiment). ``best``: the codec and the penalty that were chosen."""
     methods = json.loads(CHOSEN.read_text())[name]["methods"]
     method = of_label(label, methods | ({label: methods[BEST]} if codec == BEST else {}))
     asked = with_codec(task(name), methods[BEST]["codec"] if codec == BEST else codec)
-    return runs / name / "rows" / f"{label} {codec.replace('/', '-')}", replace(asked, seeds=SEEDS, method=(method,))
+    folder = runs / name / "rows" / f"{label} {codec.replace('/', '-')}"
+    return folder, replace(asked, seeds=tuple(seeds), method=(method,))
 
 
 def main() -> None:
@@ -185,6 +204,8 @@ def main() -> None:
     parser.add_argument("what", choices=("choose", "run", "front", "page"))
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="TASK")
+    parser.add_argument("--seeds", type=int, choices=range(1, len(SEEDS) + 1), default=len(SEEDS), metavar="N",
+                        help="the first N of run and front")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
@@ -198,10 +219,11 @@ def main() -> None:
             if options.what == "choose":
                 choose(name, options.runs, how, stopped)
             elif options.what == "run":
-                run(name, ROWS, options.runs, how, stopped)
+                run(name, ROWS, options.runs, how, stopped, SEEDS[:options.seeds])
             elif options.what == "front":
                 labels = (PER_FEDAVG, FEDAVG, PFLDYN)
-                run(name, [(label, codec) for codec in FRONT for label in labels], options.runs, how, stopped)
+                run(name, [(label, codec) for codec in FRONT for label in labels], options.runs, how, stopped,
+                    SEEDS[:options.seeds])
         if options.what == "page":
             from benchmarks.cost import to_target_page
 

@@ -1,30 +1,46 @@
-"""to_target.json, to_target.md and their pictures, from the runs that have ended."""
+"""to_target.json, to_target.md and their pictures, from the runs that have ended, live.json and result.json."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from benchmarks import markdown
-from benchmarks.cost import to_target
-from benchmarks.cost.to_target import BEST, CHOSEN, FEDAVG, FIGURES, HERE, PER_FEDAVG, PFLDYN, ROWS, Curve, end
+from benchmarks.cost import live, to_target
+from benchmarks.cost.to_target import (
+    BEST,
+    CHOOSING,
+    CHOSEN,
+    FEDAVG,
+    FIGURES,
+    HERE,
+    PER_FEDAVG,
+    PFLDYN,
+    ROWS,
+    Choosing,
+    Curve,
+    end,
+)
 from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.compare.comparison_charts import style
 from cloud_server.laboratory.run.run_folder import Store
 from fleet_core.base.storage import write_atomic, write_json
 from fleet_core.power.radio import HUANG
 
-RESULT, PAGE = HERE / "to_target.json", HERE / "to_target.md"
+RESULT, PAGE, LIVE = HERE / "to_target.json", HERE / "to_target.md", HERE / "live.json"
+FRONT_PICTURE = HERE.parent.parent / "docs" / "costs-front.png"
 FP32 = {label: (label, "fp32") for label in (PER_FEDAVG, FEDAVG, PFLDYN)}
 TITLES = {"heartbeat-22": "Heart beats, new patients", "har": "Human activity, new people", "omniglot": "Omniglot",
           "mnist": "MNIST, new writers", "cifar-10": "CIFAR-10, ACID-5"}
 WORDS = {"macro_f1": "macro-F1", "accuracy": "accuracy"}
-MARKERS = {"fp32": "o", "int8": "s", "int4": "D", "ternary": "^", "topk-10": "v", "topk-1": "P"}
+MARKERS = {"fp32": "o", "fp16": "h", "int8": "s", "int4": "D", "ternary": "^", "topk-10/int4": "<", "topk-10": "v",
+           "topk-1/topk-10": "X", "topk-1": "P", "auto": "*"}
+HAR = "har"
 
 Key = tuple[str, str]
 Curves = dict[Key, list[Curve]]
@@ -42,9 +58,12 @@ def write(runs: Path) -> None:
     write_json(RESULT, kept)
     chosen = json.loads(CHOSEN.read_text())
     found = {name: curves_of(kept[name]) for name in FIGURES if name in kept and name in chosen}
-    tables = {"targets": targets_table(found, chosen), "chosen": chosen_table(chosen)}
+    fleets = json.loads(LIVE.read_text())
+    tables = {"targets": targets_table(found, chosen), "chosen": chosen_table(chosen),
+              "live": live_table(fleets, found), "plan": plan_table(fleets)}
     write_atomic(PAGE, markdown.filled(PAGE.read_text(), tables).encode())
-    draw_front(found, HERE / "front.png")
+    rows = json.loads((HERE / "result.json").read_text())["rows"]
+    draw_front(fronts_of(found, chosen, rows), FRONT_PICTURE)
     draw_curves(found, HERE / "to_target.png")
 
 
@@ -75,7 +94,7 @@ def spent(several: Sequence[Curve], target: float) -> tuple[float, float, int]:
 
 
 def targets_table(found: Mapping[str, Curves], chosen: Mapping[str, Any]) -> str:
-    head = ("task", "method", "codec", "at the end", "target", "rounds", "bytes", "Per-FedAvg's / its",
+    head = ("task", "method", "codec", "seeds", "at the end", "target", "rounds", "bytes", "Per-FedAvg's / its",
             "target", "rounds", "bytes", "PFLDyn-Proto's / its")
     return markdown.table(head, [line for name, curves in found.items() for line in lines(name, curves, chosen[name])])
 
@@ -87,7 +106,7 @@ def lines(name: str, curves: Curves, chosen: Mapping[str, Any]) -> Iterator[list
             continue
         ends = [end(one) for one in curves[key]]
         codec = f"`{key[1]}`" if key[1] != BEST else f"best: `{best['codec']}`, penalty {best['hyper']['penalty']:g}"
-        cells = [TITLES[name], f"`{key[0]}`", codec,
+        cells = [TITLES[name], f"`{key[0]}`", codec, str(len(ends)),
                  f"{mean(ends):.3f}" + (f" ± {stdev(ends):.3f}" if len(ends) > 1 else "")]
         for label in (PER_FEDAVG, PFLDYN):
             base = curves.get(FP32[label])
@@ -114,42 +133,97 @@ def chosen_table(chosen: Mapping[str, Any]) -> str:
         found = chosen[name]["codecs"] if name in chosen else []
         for label in dict.fromkeys(one["label"] for one in found):
             by = {one["codec"]: one for one in found if one["label"] == label}
-            cells = [f"{by[codec]['end']:.3f}, {bytes_text(by[codec]['bytes'])}" if codec in by else "diverged"
-                     for codec in codecs]
+            tried = ("fp32", *CHOOSING.get(name, Choosing()).codecs)
+            cells = [f"{by[codec]['end']:.3f}, {bytes_text(by[codec]['bytes'])}" if codec in by
+                     else "diverged" if codec in tried else "-" for codec in codecs]
             rows.append([TITLES[name], f"{next(iter(by.values()))['hyper']['penalty']:g}", *cells])
     return markdown.table(("task", "penalty", *(f"`{codec}`" for codec in codecs)), rows)
+
+
+# Live fleets ----------------------------------------------------------------------------------------------------------
+
+
+def live_table(found: Mapping[str, Any], curves: Mapping[str, Curves]) -> str:
+    """Bytes of a device and round by counter, and how many times PFLDyn-Proto's in fp32 are those: simulated, and live
+    by payload and wire."""
+    devices = task_devices(found["task"])
+    simulated = {key: mean(one.total(-1) / one.rounds[-1] for one in several) / devices
+                 for key, several in curves[found["task"]].items()}
+    rows = dict(zip(live.ROWS, found["rows"], strict=True))
+    base = rows[FP32[PFLDYN]]
+    lines = []
+    for key, row in rows.items():
+        sums = {name: row[name]["up"] + row[name]["down"] for name in live.COUNTERS}
+        times = [simulated[FP32[PFLDYN]] / simulated[key],
+                 *((base[name]["up"] + base[name]["down"]) / sums[name] for name in ("payload", "wire"))]
+        lines.append([f"`{row['method']}`", f"`{row['codec']}`", *(f"{value:,.0f}" for value in sums.values()),
+                      *(f"{value:.2f}" for value in times)])
+    head = ("method", "codec", "payload", "MQTT", "wire", "simulated payload, times", "live payload, times",
+            "wire, times")
+    return markdown.table(head, lines)
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
 
 
-def draw_front(found: Mapping[str, Curves], path: Path) -> None:
-    """The figure at the end against bytes, and against joules of the radio, of a device in the whole run."""
+def draw_front(fronts: Mapping[str, Points], path: Path) -> None:
+    """By task, in each row: the figure against bytes, and against joules of the radio, of a device and round."""
     from matplotlib.figure import Figure
-
-    names = [name for name, curves in found.items() if len(curves) > len(ROWS) + 2]
-    if not names:
-        return
-    figure = Figure(figsize=(11.0, 4.0 * len(names)), dpi=130, layout="constrained")
-    panels = figure.subplots(len(names), 2, squeeze=False, sharey="row")
-    for row, name in zip(panels, names, strict=True):
-        devices = task_devices(name)
-        for panel, (what, cost) in zip(row, COSTS.items(), strict=True):
-            points = {key: (cost(several) / devices, mean(map(end, several))) for key, several in found[name].items()}
-            for label, codec in points:
-                if codec in MARKERS:
-                    panel.plot(*points[label, codec], MARKERS[codec], color=COLOURS[label], markersize=7)
-            best = front({key: at for key, at in points.items() if key[1] in MARKERS})
-            panel.plot(*zip(*best, strict=True), color="0.6", linewidth=1, zorder=0)
-            panel.set(xscale="log", xlabel=what, title=TITLES[name])
-            panel.grid(alpha=0.3)
-        row[0].set_ylabel(f"{WORDS[FIGURES[name][1]]} at the end")
     from matplotlib.lines import Line2D
 
-    keys = [Line2D([], [], color=colour, linewidth=4, label=label) for label, colour in COLOURS.items()]
-    keys += [Line2D([], [], color="0.3", marker=mark, linestyle="", label=codec) for codec, mark in MARKERS.items()]
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9)
+    figure = Figure(figsize=(11.0, 4.0 * len(fronts)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(fronts), 2, squeeze=False, sharey="row")
+    for row, (title, points) in zip(panels, fronts.items(), strict=True):
+        for panel, (what, cost) in zip(row, COSTS.items(), strict=True):
+            at = {key: (cost(point), point.figure) for key, point in points.items()}
+            panel.plot(*zip(*front(at), strict=True), color="0.6", linewidth=1, zorder=0)
+            for (label, codec), (x, y) in at.items():
+                panel.errorbar(x, y, points[label, codec].spread, fmt=MARKERS[codec], color=COLOURS[label],
+                               markersize=7, elinewidth=0.8)
+            panel.set(xscale="log", xlabel=what, title=title)
+            panel.grid(alpha=0.3)
+        row[0].set_ylabel("macro-F1 at the end")
+    used = {key for points in fronts.values() for key in points}
+    keys = [Line2D([], [], color=colour, linewidth=4, label=label) for label, colour in COLOURS.items()
+            if label in {one for one, _ in used}]
+    keys += [Line2D([], [], color="0.3", marker=mark, linestyle="", label=codec) for codec, mark in MARKERS.items()
+             if codec in {one for _, one in used}]
+    figure.legend(handles=keys, loc="outside lower center", ncols=7, frameon=False, fontsize=9)
     figure.savefig(path, metadata={"Software": None})
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method with a codec: figure at the end with its deviation over seeds, bytes of a device and round."""
+
+    figure: float
+    spread: float
+    up: float
+    down: float
+
+
+Points = dict[Key, Point]
+
+
+def fronts_of(found: Mapping[str, Curves], chosen: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> (
+    dict[str, Points]
+):
+    """Title -> points: of human activity, and of ``rows`` of result.json, the heartbeats on validation parts."""
+    several = {(one["method"], one["codec"]): Point(mean(one["macro_f1"]), _spread(one["macro_f1"]), **one["bytes"])
+               for one in rows if one["data"] == "heartbeat" and not one["failed"]}
+    best, curves = chosen[HAR]["methods"][BEST]["codec"], found[HAR]
+    rounds = curves[FP32[PFLDYN]][0].rounds[-1] * task_devices(HAR)
+    activity = {
+        (label, best if codec == BEST else codec):
+            Point(mean(map(end, runs)), _spread([end(one) for one in runs]), mean(one.up[-1] for one in runs) / rounds,
+                  mean(one.down[-1] for one in runs) / rounds)
+        for (label, codec), runs in curves.items()
+    }
+    return {TITLES[HAR]: activity, "Heart beats, ten patients, validation parts": several}
+
+
+def _spread(figures: Sequence[float]) -> float:
+    return stdev(figures) if len(figures) > 1 else 0.0
 
 
 def front(points: Mapping[Key, tuple[float, float]]) -> list[tuple[float, float]]:
@@ -161,17 +235,23 @@ def front(points: Mapping[Key, tuple[float, float]]) -> list[tuple[float, float]
     return best
 
 
-def _bytes(several: Sequence[Curve]) -> float:
-    return mean(one.total(-1) for one in several)
+COSTS: Mapping[str, Callable[[Point], float]] = {
+    "payload of a device and round, up and down, bytes": lambda point: point.up + point.down,
+    "radio of a device and round, J (LTE, modelled: half to double)":
+        lambda point: HUANG["lte"].joules(point.up, point.down) or math.nan,
+}
+COLOURS = {label: style(k)[0] for k, label in enumerate((*FP32, "pflscaf-proto"))}
 
 
-def _joules(several: Sequence[Curve]) -> float:
-    return mean(HUANG["lte"].joules(one.up[-1], one.down[-1]) or math.nan for one in several)
-
-
-COSTS = {"payload of a device, bytes": _bytes,
-         "radio of a device, J (LTE, modelled on other hardware)": _joules}
-COLOURS = {label: style(k)[0] for k, label in enumerate(FP32)}
+def plan_table(found: Mapping[str, Any]) -> str:
+    """Bytes of the whole run, all devices: planned before it, and the ledger's after it."""
+    lines = []
+    for row in found["rows"]:
+        planned, *moved = (sum(row[name].values()) for name in ("planned", "run_payload", "run_wire"))
+        lines.append([f"`{row['method']}`", f"`{row['codec']}`", bytes_text(planned), *map(bytes_text, moved),
+                      *(f"{planned / one - 1:+.0%}" for one in moved)])
+    head = ("method", "codec", "planned payload", "payload", "wire", "plan against payload", "against wire")
+    return markdown.table(head, lines)
 
 
 def task_devices(name: str) -> int:

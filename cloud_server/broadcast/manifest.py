@@ -34,6 +34,8 @@ EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 1
 """Devices that were away for more ask for the fate of their update: every manifest goes to every device."""
 LISTED_IDS = 64
+SEQ = "seq"
+"""Fact of the ledger: the sequence number of the newest manifest."""
 
 
 def privacy_rules(config: FleetConfig) -> PrivacyRules | None:
@@ -46,14 +48,14 @@ class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
     graph: the graph bundle's bytes. steps: those of the graph ``train``, if there is one. layout: of the model.
-    max_upload_bytes: of the largest update. next_seq: the next manifest's sequence number. now: Unix seconds.
-    resting(): devices that are not asked today. packed(): whether every device that is on reads manifests under zstd.
+    max_upload_bytes: of the largest update. now: Unix seconds. resting(): devices that are not asked today. packed():
+    whether every device that is on reads manifests under zstd. ``seq``: the newest manifest's sequence number.
     """
 
     def __init__(
         self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher,
         codecs: RoundCodecs, *,
-        graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int, next_seq: Callable[[], int],
+        graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int,
         now: Callable[[], float],
         resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], bool] = lambda: False,
     ):
@@ -61,9 +63,10 @@ class Manifests:
         self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
         self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
         self._graph, self._steps, self._layout = graph, steps, layout
-        self._max_upload_bytes, self._next_seq, self._now = max_upload_bytes, next_seq, now
+        self._max_upload_bytes, self._now = max_upload_bytes, now
         self._resting, self._packed = resting, packed
         self._again: Callable[[], None] | None = None
+        self.seq = int(ledger.fact(SEQ) or "0")
 
     def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
         """Announces the open round, which follows ``after``."""
@@ -126,6 +129,12 @@ class Manifests:
         )
         keep = {blob.id for blob in manifest.blobs()} | own | {*links}
         self._publisher.manifest(self._signer.sign(messages.encode(manifest, packed=self._packed())), keep)
+
+    def _next_seq(self) -> int:
+        """max(last + 1, Unix ms), kept on disk: it rises even after a backup was restored."""
+        self.seq = max(self.seq + 1, int(self._now() * 1000))
+        self._ledger.set_facts(**{SEQ: str(self.seq)})
+        return self.seq
 
     def _counted(self, closed: int) -> tuple[Counted, ...]:
         """Which updates the last closed rounds counted; devices ask for the fate of older ones."""

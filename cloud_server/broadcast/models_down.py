@@ -1,5 +1,5 @@
-"""The models that go down for training: to all as a delta, by a chain of them or whole, and what one device alone
-receives."""
+"""Encodes what devices receive for training: the model as a delta, a chain of deltas or whole, and what one device
+alone receives."""
 
 from __future__ import annotations
 

@@ -76,6 +76,13 @@ class OpenRound:
         if device in self.cohort:
             self.failed[device] = reason
 
+    def withdraw(self, device: str, reason: str) -> UploadManifest | None:
+        """An update that was received is not used; returns what was received, if anything. The caller drops it from the
+        spool."""
+        self.measures.pop(device, None)
+        self.fail(device, reason)
+        return self.received.pop(device, None)
+
     def try_again(self) -> None:
         """Devices that failed are asked again."""
         self.failed.clear()
@@ -92,10 +99,11 @@ class Rounds:
         self._ledger, self._method, self._now = ledger, method, now
         self.open: OpenRound | None = None
         self.stalled = ledger.facts().get("stalled", "")
+        self._open_rows = {row.round: row for row in ledger.rounds("open")}
 
     def interrupted(self, number: int) -> Round | None:
-        """The row of a round that was opened before a restart and not closed."""
-        return next(iter(self._ledger.rows(Round, round=number, status="open")), None)
+        """The row of a round that was opened and not closed: before a restart, or to open it again."""
+        return self._open_rows.get(number)
 
     def cohort(self, number: int) -> set[str]:
         """The devices that were asked in a round; empty for a round that never was."""
@@ -103,19 +111,19 @@ class Rounds:
         return set(rows[0].cohort) if rows else set()
 
     def begin(self, opened: OpenRound, members: int) -> None:
-        self._ledger.put(Round(
+        self._put(Round(
             round=opened.number, opened_at=opened.opened_at, cohort=opened.cohort, members=members,
             model_id=opened.model.model,
         ))
 
     def replace_cohort(self, number: int, cohort: tuple[str, ...]) -> None:
         """Other devices are asked in a round that is open; it has to be opened again."""
-        self._ledger.put(replace(self._ledger.rows(Round, round=number)[0], cohort=cohort))
+        self._put(replace(self._open_rows[number], cohort=cohort))
 
     def close(self, opened: OpenRound, members: int, *, uncounted: str = "") -> None:
         """uncounted: why none of its updates is."""
-        row = self._ledger.rows(Round, round=opened.number)[0]
-        self._ledger.put(replace(
+        row = self._open_rows[opened.number]
+        self._put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
             loss=choose_codec.mean_of_known(m.metrics.get("loss") for m in opened.received.values()),
             models_transmitted=float(len(opened.received) * (self._method.models_down + self._method.models_up)
@@ -126,8 +134,14 @@ class Rounds:
 
     def abandon(self, opened: OpenRound) -> None:
         """Every device of the cohort was revoked."""
-        row = self._ledger.rows(Round, round=opened.number)[0]
-        self._ledger.put(replace(row, status="abandoned", note="every device of the cohort was revoked"))
+        note = "every device of the cohort was revoked"
+        self._put(replace(self._open_rows[opened.number], status="abandoned", note=note))
+
+    def _put(self, row: Round) -> None:
+        self._ledger.put(row)
+        self._open_rows.pop(row.round, None)
+        if row.status == "open":
+            self._open_rows[row.round] = row
 
     def say_stalled(self, text: str) -> None:
         """Records why the open round does not end, for ``server status``; empty once it goes on."""

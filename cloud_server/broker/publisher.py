@@ -20,7 +20,7 @@ from fleet_core.protocol import topics
 from fleet_core.protocol.chunks import Blob, cut
 
 MAX_UNACKNOWLEDGED = 100
-MAX_SHELF_BYTES = 1 << 20
+MAX_KEPT_BYTES = 1 << 20
 REPUBLISH_S = 30.0
 RETAINED_S = 2.0  # how long to wait for retained messages to come back
 
@@ -28,16 +28,16 @@ RETAINED_S = 2.0  # how long to wait for retained messages to come back
 class Publisher:
     """Call ``tick`` often; it sends while fewer than 100 publishes are unacknowledged.
 
-    shelf: the file that lists the blobs that may be at the broker, id -> number of chunks.
+    kept: the file that lists the blobs that may be at the broker, id -> number of chunks.
     """
 
     def __init__(
-        self, fleet: str, link: Link, shelf: Path, *, clock: Callable[[], float], log: Callable[[str], None]
+        self, fleet: str, link: Link, kept: Path, *, clock: Callable[[], float], log: Callable[[str], None]
     ):
-        self._fleet, self._link, self._shelf = fleet, link, shelf
+        self._fleet, self._link, self._kept_path = fleet, link, kept
         self._clock, self._log = clock, log
         self._blobs: dict[str, tuple[Blob, bytes]] = {}
-        self._stale = self._read_shelf()
+        self._stale = self._read_kept()
         self._manifest: bytes | None = None
         self._queue: deque[tuple[str, bytes, str]] = deque()  # topic, payload, id of the blob that this clears
         self._awaited: dict[str, bytes] = {}  # topic -> payload: subscribed to, and not come back yet
@@ -51,7 +51,7 @@ class Publisher:
         if blob.id not in self._blobs:
             self._blobs[blob.id] = (blob, data)
             self._stale.pop(blob.id, None)
-            self._write_shelf()
+            self._write_kept()
             self._send(blob, data)
         return blob
 
@@ -62,7 +62,7 @@ class Publisher:
         for blob_id in [name for name in self._blobs if name not in keep]:
             self._stale[blob_id] = self._blobs.pop(blob_id)[0].n
         self._clear_stale()
-        self._write_shelf()
+        self._write_kept()
 
     # After a reconnect ------------------------------------------------------------------------------------------------
 
@@ -177,18 +177,18 @@ class Publisher:
                 (topics.chunk(self._fleet, blob_id, k), b"", "" if k else blob_id) for k in reversed(range(n))
             )
 
-    def _write_shelf(self) -> None:
+    def _write_kept(self) -> None:
         published = {blob_id: blob.n for blob_id, (blob, _) in self._blobs.items()}
-        storage.write_atomic(self._shelf, json.dumps({**self._stale, **published}).encode())
+        storage.write_atomic(self._kept_path, json.dumps({**self._stale, **published}).encode())
 
-    def _read_shelf(self) -> dict[str, int]:
+    def _read_kept(self) -> dict[str, int]:
         """The blobs of an earlier run; empty if the file is missing or damaged, which only wastes the broker's
         memory."""
-        if not self._shelf.exists():
+        if not self._kept_path.exists():
             return {}
-        data = storage.read_bytes(self._shelf, limit=MAX_SHELF_BYTES)
+        data = storage.read_bytes(self._kept_path, limit=MAX_KEPT_BYTES)
         try:
             return {str(name): min(int(n), 1_000_000) for name, n in json.loads(data).items() if len(str(name)) == 32}
         except (ValueError, AttributeError, TypeError):
-            self._log(f"{self._shelf} is damaged: what an earlier run left at the broker stays there, unused")
+            self._log(f"{self._kept_path} is damaged: what an earlier run left at the broker stays there, unused")
             return {}

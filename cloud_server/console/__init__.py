@@ -1,4 +1,4 @@
-"""``metafleet console``: a page on which a fleet is seen and asked (docs/console.md).
+"""``metafleet console``: a web page that shows a fleet and sends it requests (docs/console.md).
 
 ``serve`` starts the server, ``app`` has its addresses, ``guard`` says who may use them. ``fleet_view`` reads the ledger
 into small values, ``live`` keeps them and sends what changed. ``round_words`` explains a round, ``device_view`` shows

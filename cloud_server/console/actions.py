@@ -74,7 +74,7 @@ def stop_flash(folder: Path, waves: WaveFlash, by: str) -> str:
 
 
 def _token(fleet: Fleet, name: str, hours: Any) -> str:
-    """The token stays on this machine: it is worth a device's place in the fleet, and a browser may be elsewhere."""
+    """The token stays on this machine: whoever has it can join the fleet, and the browser may be on another machine."""
     if not isinstance(hours, int) or isinstance(hours, bool) or not HOURS[0] <= hours <= HOURS[1]:
         raise ConfigError("is no number of hours", where="hours", expected=f"{HOURS[0]} to {HOURS[1]}")
     path = fleet.folder / TOKENS / f"{name}-{secrets.token_hex(3)}.token"

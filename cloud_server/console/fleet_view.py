@@ -1,4 +1,4 @@
-"""Reads a fleet's folder and ledger into small JSON values, each with a key, so that changed ones can be told.
+"""Reads a fleet's folder and ledger into small JSON values, each with a key, so that only changed ones are sent.
 
     fleet     name, method, whether it runs, totals, budget, warnings
     d/NAME    a device
@@ -26,7 +26,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import phase_of
 from cloud_server.results import result, verdict
 from cloud_server.rounds.budget import resting, used_of
-from cloud_server.rounds.reputation import quarantined
+from cloud_server.rounds.quarantine import quarantined
 from fleet_core.base import schema
 
 Values = dict[str, Any]

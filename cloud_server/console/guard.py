@@ -1,9 +1,9 @@
 """Who may use the console: checks Host, Origin and token before anything is answered, and sets what the browser allows.
 
-Host: a name that a page elsewhere has pointed at this machine (DNS rebinding) is refused; an address cannot be pointed
-anywhere, so every address is let through. Origin: what changes something comes from this page alone. Token: needed
-beyond loopback; as a cookie, which no script can read, or as ``Authorization: Bearer``. An operator's certificate,
-shown when TLS begins, stands in its place; whoever shows another one of the fleet is refused.
+Host: a name that a page elsewhere has pointed at this machine (DNS rebinding) is refused; an address cannot be
+redirected like that, so every address is accepted. Origin: what changes something comes from this page alone. Token:
+needed beyond loopback; as a cookie, which no script can read, or as ``Authorization: Bearer``. An operator's
+certificate, shown when TLS begins, stands in its place; any other certificate of the fleet is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tokens:
         return self._token is not None
 
     def is_token(self, text: str) -> bool:
-        """In a time that does not depend on how much of it is right."""
+        """Compares in a time that does not depend on the characters."""
         return self._token is not None and hmac.compare_digest(text.encode(), self._token)
 
     def session(self) -> str:

@@ -100,7 +100,7 @@ class Live:
         return f'{{"all":{json.dumps(whole)},"set":{{{",".join(changed)}}},"gone":{json.dumps(gone)}}}'
 
     def put(self, texts: dict[str, str]) -> None:
-        """Takes the place of what there was. texts: key -> JSON."""
+        """Replaces all values. texts: key -> JSON."""
         changed = {key: text for key, text in texts.items() if self._values.get(key, (0, ""))[1] != text}
         gone = self._values.keys() - texts.keys()
         if not changed and not gone:

@@ -129,7 +129,7 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
     """A device with its certificate, pending request, unused token, and why it is not asked today or quarantined, as
     plain values without secrets."""
     from cloud_server.identity import fleet_certificates, token_enrolment
-    from cloud_server.rounds import reputation
+    from cloud_server.rounds import quarantine
     from cloud_server.rounds.budget import resting
 
     certificate = fleet_certificates.certificate_facts(ledger).get(device.name)
@@ -142,7 +142,7 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
         "pending": pending_requests(ledger).get(device.name),
         "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
         "resting": resting(ledger, time.time()).get(device.name),
-        "quarantined": reputation.quarantined(ledger).get(device.name),
+        "quarantined": quarantine.quarantined(ledger).get(device.name),
     }
 
 

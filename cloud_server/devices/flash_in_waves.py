@@ -1,4 +1,4 @@
-"""The devices of an inventory flashed in waves by a thread that can be looked at and stopped, for the console.
+"""The devices of an inventory flashed in waves in a thread that shows its progress and can be stopped, for the console.
 
 It does what ``metafleet flash --all INVENTORY.toml --waves N,N --most-failures N`` does.
 """
@@ -60,8 +60,8 @@ class WaveFlash(Show):
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, waves: str, most_failures: int, recorded: Recorded) -> str:
-        """Begins, and says what happens now. waves: as in ``1,5,20``. most_failures: with which a further wave begins.
-        Raises FleetError, before anything is done."""
+        """Begins, and says what happens now. waves: as in ``1,5,20``. most_failures: another wave begins after so many
+        at most. Raises FleetError, before anything is done."""
         sizes = side_by_side.sizes_of(waves, "waves")
         if not sizes:
             raise ConfigError("no waves are given", where="waves", expected=WAVES)

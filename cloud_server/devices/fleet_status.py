@@ -16,7 +16,7 @@ from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.results import result
 from cloud_server.results.result import Sums
-from cloud_server.rounds import privacy_budget, reputation
+from cloud_server.rounds import privacy_budget, quarantine
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
@@ -30,10 +30,10 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
     invited = token_enrolment.open_tokens(ledger).keys() - enrolled
     programs = Counter(d.version for d in enrolled.values() if d.version)
     stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
-    used_up, shut_out = resting(ledger, time.time()), reputation.quarantined(ledger)
+    used_up, shut_out = resting(ledger, time.time()), quarantine.quarantined(ledger)
     known, went_back = enrolled.keys() - shut_out, roll_back.last(ledger)
     private = privacy_budget.facts(fleet.config.privacy, ledger)
-    named = {name: why for name, why in reputation.suspects(ledger).items() if name in known}
+    named = {name: why for name, why in quarantine.suspects(ledger).items() if name in known}
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
         "paused": pause.is_paused(ledger), "finished": pause.last_closed(ledger) >= fleet.config.fleet.rounds,

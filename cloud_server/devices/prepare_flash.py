@@ -25,7 +25,7 @@ from firmware_profiles.package import board_needs as machine
 from firmware_profiles.package import device_file, device_package, own_wheels, program
 from firmware_profiles.package.board_needs import Machine
 from firmware_profiles.package.device_file import DeviceFile
-from firmware_profiles.package.device_package import Package
+from firmware_profiles.package.device_package import Package, Signing
 from firmware_profiles.package.program import Program
 from fleet_core.algorithms.methods.registry import PRODUCT
 from fleet_core.algorithms.plugins import GROUP
@@ -134,7 +134,7 @@ def _collecting(key: str, found: list[Problem]) -> Iterator[None]:
 
 def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_token: bool = True) -> Package:
     """The device's package. secret: the token; None for a placeholder of the same length, for a dry run. with_token:
-    False for a device that is already enrolled. Raises ConfigError."""
+    False for a device that is already enrolled. The fleet's key signs it. Raises FleetError."""
     tables: dict[str, Any] = {**made.device.tables, "board": {"profile": "profile.toml"}}
     home = {"profile.toml": made.profile.read_bytes()}
     if made.plain:
@@ -145,7 +145,8 @@ def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_tok
         home["device.toml"] = config.toml(tables).encode()
         if with_token:
             home[enrolment_token.FILE] = b"*" * len(_token(made)[0]) if secret is None else secret
-    return device_package.make(made.device.name, made.machine, built, home, (enrolment_token.FILE,))
+    signing = Signing(made.fleet.config.fleet.name, made.fleet.signer())
+    return device_package.make(made.device.name, made.machine, built, home, (enrolment_token.FILE,), signing=signing)
 
 
 def invited(made: Prepared) -> bytes:

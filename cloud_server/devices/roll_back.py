@@ -10,8 +10,8 @@ from cloud_server.figures.formatting import share_text
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.checkpoint import served_rounds
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.results.accuracy_drop import accuracies
-from cloud_server.rounds.server_rule import FACT, REQUEST
+from cloud_server.results.evaluations import accuracies
+from cloud_server.rounds.decide_roll_back import FACT, REQUEST
 from fleet_core.base.errors import StateError
 from fleet_core.base.processes import typed
 

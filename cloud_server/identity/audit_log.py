@@ -2,8 +2,8 @@
 refused.
 
 One JSON object a line, mode 0600, only ever appended to. Each line has the sha256 of the line before it (``previous``),
-so that a line which was changed, removed or put in shows. Whoever can write the file can also write all of it anew, or
-cut its end off: keep the hash of the last line elsewhere, and ``check`` finds that too.
+so that a changed, removed or inserted line is found. Whoever can write the file can also write all of it anew, or cut
+its end off: keep the hash of the last line elsewhere, and ``check`` finds that too.
 
 An action on the console has two lines with the same ``id``: one that is on the disk before anything is done, and one
 with ``outcome`` after it. A command has one line, after it has succeeded. A line that a power cut has torn is skipped
@@ -66,16 +66,16 @@ def recorded(folder: Path, by: str, action: str, device: str = "") -> Iterator[l
 
 
 def done(folder: Path, action: str, device: str = "", text: str = "") -> None:
-    """Records what a command of this machine's user has done. It is done already: a line that cannot be written is told
-    on stderr."""
+    """Records what a command of this machine's user has done. A line that cannot be written is reported on stderr,
+    because the command has succeeded already."""
     _anyhow(folder, {**_entry(COMMAND, _user(), action, device), "outcome": "done", "text": text[:TEXT]})
 
 
 class Recorder:
     """Records what the aggregator does: whom it lets in, revokes and refuses. now(): Unix seconds.
 
-    A device decides how often it is refused, so that one line an hour is written for each device; it says how many
-    there were since the line before.
+    A device can cause any number of refusals, so each device gets one line an hour, with their number since the line
+    before.
     """
 
     HOUR_S = 3600.0
@@ -253,7 +253,7 @@ def _wrong(entry: dict[str, Any], head: str) -> str:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """What is in the file now. A line over LARGEST_BYTES comes in pieces, which do not follow each other."""
+    """The file's lines. One over LARGEST_BYTES comes in pieces, which fail the check."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)

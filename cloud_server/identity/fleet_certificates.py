@@ -173,7 +173,7 @@ def _ensure_client(fleet: Fleet, stem: Path, name: str) -> None:
 
 
 def _is_current(path: Path) -> bool:
-    """Whether the certificate exists and is not yet due for renewal, which it is after half of its life."""
+    """Whether the certificate exists and is in the first half of its validity."""
     return path.exists() and time.time() < certificates.renew_after(certificates.load_certificate(path))
 
 

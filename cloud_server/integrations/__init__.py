@@ -1,4 +1,4 @@
-"""A fleet in other people's tools.
+"""A fleet in other programs.
 
 ``prometheus`` is an endpoint with the ledger's figures, ``grafana.json`` a dashboard of them, ``tracking`` writes
 rounds for TensorBoard and MLflow, ``home_assistant`` shows devices there. ``alerts`` finds what needs a person, and

@@ -22,7 +22,8 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
-from cloud_server.results.accuracy_drop import accuracies, lost
+from cloud_server.results.accuracy_drop import lost
+from cloud_server.results.evaluations import accuracies
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import shortened
 
@@ -137,7 +138,7 @@ def _disk(folder: Path, section: AlertsSection) -> Iterator[Alert]:
 def _certificates(
     fleet: Fleet, ledger: Ledger, enrolled: dict[str, Device], section: AlertsSection, now: float
 ) -> Iterator[Alert]:
-    """Devices renew their certificates by themselves: one that is near its end shows that a device cannot."""
+    """Devices renew their certificates by themselves: one that ends soon belongs to a device that cannot."""
     last: dict[str, float] = {}
     for row in ledger.each(Certificate):
         if row.device in enrolled and row.revoked_at is None:
@@ -179,8 +180,8 @@ def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
 
 
 def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:
-    """The last evaluated round against each of those before it, over the devices that were evaluated in both,
-    where these are most."""
+    """Compares the last evaluated round with the earlier ones, over the devices that were evaluated in both. Rounds
+    with too few such devices are left out."""
     newest = ledger.newest(Evaluation) or 0
     rounds = accuracies(ledger, range(newest - EVALUATED_BACK, newest + 1))
     if len(rounds) < 2:

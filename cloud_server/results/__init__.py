@@ -2,6 +2,6 @@
 
 ``result`` builds result.json from the ledger, ``outcome`` reads and compares it, ``round_choices`` reads which codecs
 and arrays each round had. ``device_costs`` adds up a device's costs, ``bill`` makes months and money of them.
-``verdict`` warns about useless answers, ``accuracy_drop`` says when a served model costs devices accuracy.
-``cloud_server.reports`` shows all of it.
+``evaluations`` writes and reads what devices evaluated, ``verdict`` warns about useless answers, ``accuracy_drop`` says
+when a served model costs devices accuracy. ``cloud_server.reports`` shows all of it.
 """

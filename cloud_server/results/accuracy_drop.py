@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from statistics import median
 
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.results.evaluations import accuracies
 
 SAME_DEVICES = 0.8
 """Two rounds are compared where at least this share of the later one's devices was evaluated in both."""
-
-
-def accuracies(ledger: Ledger, within: range) -> dict[int, dict[str, float]]:
-    """Round -> accuracy of each device that trains, after personalization where it has one."""
-    found: dict[int, dict[str, float]] = {}
-    for number, device, stage, new, accuracy in ledger.accuracies(within):
-        if not new and (stage == "after" or device not in found.get(number, {})):
-            found.setdefault(number, {})[device] = accuracy
-    return found
 
 
 def lost(before: dict[str, float], after: dict[str, float]) -> list[float]:

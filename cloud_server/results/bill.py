@@ -1,8 +1,8 @@
 """The bill of a run: what a month of such rounds costs each device, and what an accuracy has cost.
 
 A month has 30 days. It is the run's average round, times the rounds of a month: what is sent once, such as the graph,
-is in that average. Only joules of work count: the idle draw is the device's own. A sum that lacks reports is too low,
-so nothing is computed from it.
+is in that average. Only joules of work count: the idle draw is there without the fleet too. A sum that lacks reports is
+too low, so nothing is computed from it.
 """
 
 from __future__ import annotations

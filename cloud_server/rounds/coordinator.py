@@ -19,15 +19,13 @@ from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.broker import requirements
 from cloud_server.ledger import disk_errors
 from cloud_server.ledger.ledger import Ledger, requested_at
-from cloud_server.ledger.ledger_tables import Invitation
+from cloud_server.ledger.ledger_tables import Invitation, Round
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.results import accuracy_drop
-from cloud_server.rounds import reputation
+from cloud_server.rounds.decide_roll_back import REQUEST
 from cloud_server.rounds.parts import assemble
 from cloud_server.rounds.received_messages import DeviceMessages
 from cloud_server.rounds.secure_round import RESTARTED
-from cloud_server.rounds.server_rule import FACT, REQUEST
 from fleet_core.algorithms.interface import Update
 from fleet_core.base.errors import CodecError, FleetError, MessageError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
@@ -70,7 +68,7 @@ class Coordinator:
         self._members, self._rounds, self._rule = self._parts.members, self._parts.rounds, self._parts.rule
         self.layout = self._parts.layout
         self._device_messages = DeviceMessages(self._parts, read_requests=lambda: self._requests(now=True), log=log)
-        self._numbers, self._few, self._begun, self._compared = "", 0, 0, 0
+        self._numbers, self._few, self._begun = "", 0, 0
         self._connected_at = clock()
         self._asked_at = self._looked_at = -math.inf
         self._idle: int | None = None
@@ -109,10 +107,14 @@ class Coordinator:
         """Closes and opens what is due. Offline nothing is: no update can come."""
         if self.open is not None and (self.open.answered or self._time_to_look()):
             self._close_if_due(self.open)
+            if self._rounds.open is None:
+                self._requests(now=True)  # what was asked while it was open comes before the next one
         if self.open is None and self._time_to_look():
-            self._roll_back_if_due()
+            before = self._rounds.interrupted(self.checkpoint.round + 1)
+            if before is None:
+                self._parts.roll_backs.go_back_if_due(last=self.finished)
             if not self.paused and not self.finished:
-                self._open_if_possible()
+                self._open_if_possible(before)
         if self.open is None and (self.paused or self.finished) and self._idle != self.checkpoint.round:
             self._idle = self.checkpoint.round
             self._parts.manifests.no_round(self.checkpoint)
@@ -201,9 +203,12 @@ class Coordinator:
                     self.fleet.folder, partial(self._revoke, name, requested_at(value) or self._now())
                 )
             elif what == "quarantine":
-                self._quarantine(name, "an operator asked for it")
+                self._parts.quarantine.quarantine(name, "an operator asked for it")
             elif what == "release":
-                self._members.release(name, self.checkpoint.round)
+                self._parts.quarantine.release(name, self.checkpoint.round)
+            elif key == REQUEST:
+                self._parts.roll_backs.request(value)
+                continue
             else:
                 continue
             self.ledger.remove_request(key, value)
@@ -216,52 +221,11 @@ class Coordinator:
         self._parts.enrolments.revoke(name, asked_at)
         self._parts.receiver.drop(name)
 
-    def _quarantine(self, name: str, why: str) -> None:
-        """At once: the open round does without the device's update, and the next one makes up for its dual."""
-        self._members.quarantine(name, why)
-        if name in self._members.quarantined:
-            self._parts.receiver.withdraw(name)
-
-    def _roll_back_if_due(self) -> None:
-        """Between two rounds: training goes back to an earlier served model, if an operator asked for it or if the
-        newest one costs the devices accuracy."""
-        number, asked = self.checkpoint.round, self.ledger.requests().get(REQUEST)
-        if self._rounds.interrupted(number + 1) is not None:
-            return
-        due = (int(asked), "an operator asked for it") if asked is not None else self._worse_model(number)
-        if due is None:
-            return
-        to, why = due
-        try:
-            self._rule.roll_back(to)
-        except StateError as error:
-            if disk_errors.is_disk_error(error):
-                raise
-            self._log(f"training does not go back to round {to}: {error}")
-        else:
-            self._parts.served.serve(self.checkpoint, last=self.finished)
-            self.ledger.set_facts(**{FACT: json.dumps({"from": number, "to": to, "why": why})})
-            self._log(f"training goes on from the model of round {to}: {why}")
-        if asked is not None:
-            self.ledger.remove_request(REQUEST, asked)
-
-    def _worse_model(self, number: int) -> tuple[int, str] | None:
-        """(round to go back to, why), looked for once after each round."""
-        limit, newest = self.config.robust.roll_back, self.served_round
-        if not limit or self._compared == number:
-            return None
-        self._compared, before = number, json.loads(self.ledger.fact(FACT) or '{"from": 0}')
-        found = accuracy_drop.better_round(self.ledger, newest, self._parts.checkpoints.served_rounds(), limit)
-        if found is None or newest <= before["from"]:
-            return None
-        return found[0], (f"with the one of round {newest} the median device lost {100 * found[1]:.1f} points of "
-                          "accuracy")
-
     # Open a round -----------------------------------------------------------------------------------------------------
 
-    def _open_if_possible(self) -> None:
+    def _open_if_possible(self, before: Round | None) -> None:
+        """before: the row of a round that was opened and not closed."""
         number = self.checkpoint.round + 1
-        before = self._rounds.interrupted(number)
         if before is None and self._parts.budget.over(self.checkpoint.round):
             return self._end_early()
         if before is None and not self._enough_there():
@@ -355,8 +319,8 @@ class Coordinator:
             self._parts.waiting.all_answered(opened, wanted)
 
     def _all_gone(self, names: list[str]) -> bool:
-        """Whether none of these delivers any more. A round of an earlier life is given what a new one is given: its
-        devices may be starting as this aggregator is."""
+        """Whether none of these delivers any more. A round that was taken up after a restart first waits as a new one
+        does, until enough devices are on."""
         self._taken_up = self._taken_up and not self._enough_there()
         return not self._taken_up and not any(map(self._members.expected, names))
 
@@ -424,9 +388,7 @@ class Coordinator:
         self._looked_at = -math.inf
         self._rounds.say_stalled("")
         self._parts.receiver.end(opened.number, screened)
-        if self.config.robust.quarantine:
-            for name, why in reputation.suspects(self.ledger).items():
-                self._quarantine(name, why)
+        self._parts.quarantine.after_round()
         self._parts.served.serve_if_due(checkpoint)
 
 

@@ -16,7 +16,6 @@ from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records.fleet_settings import LinkSection
-from cloud_server.rounds import reputation
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.model import choose_codec
@@ -57,13 +56,14 @@ class Members:
     """The devices of one fleet, in memory and in the ledger.
 
     everyone: enrol every device that announces itself. cannot(presence): why a device cannot take part, or None.
-    ``resting``: device -> why it is not asked today (see ``budget``). ``quarantined``: device -> why it is no member
-    until it is released (see ``reputation``).
+    ``quarantined``: device -> why it is no member until it is released; ``Quarantine`` changes it. ``resting``: device
+    -> why it is not asked today; ``Budget`` changes it.
     """
 
     def __init__(
-        self, ledger: Ledger, *, everyone: bool, cannot: Callable[[Presence], str | None], audit: Recorder,
-        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
+        self, ledger: Ledger, *, everyone: bool, quarantined: Mapping[str, str],
+        cannot: Callable[[Presence], str | None], audit: Recorder, clock: Callable[[], float],
+        now: Callable[[], float], log: Callable[[str], None],
     ):
         self._ledger, self._everyone, self._cannot, self._audit = ledger, everyone, cannot, audit
         self._clock, self._now, self._log = clock, now, log
@@ -74,7 +74,7 @@ class Members:
         self._ready: set[str] = set()
         self._plain: set[str] = set()
         self.resting: Mapping[str, str] = {}
-        self.quarantined: Mapping[str, str] = reputation.quarantined(ledger)
+        self.quarantined: Mapping[str, str] = quarantined
         self.leaves = int(ledger.fact("leaves") or "0")
         for device in ledger.each(Device):
             self._know(device)
@@ -199,35 +199,17 @@ class Members:
         self._log(f"{name} revoked")
         self._audit.done("revoke", name)
 
-    def quarantine(self, name: str, why: str) -> None:
-        if not self.enrolled(name) or name in self.quarantined:
-            return
-        was_member = name in self._members
-        with self._ledger.transaction():
-            self._keep_quarantined({**self.quarantined, name: why})
-            if was_member:
-                self._count_leave()
-        self._know(self._row(name))
-        self._log(f"{name} is quarantined, no round asks it: {why}")
-        self._audit.done("quarantine", name, why)
-
-    def release(self, name: str, closed: int) -> None:
-        """closed: the last closed round."""
-        if name not in self.quarantined:
-            return
-        with self._ledger.transaction():
-            self._keep_quarantined({device: why for device, why in self.quarantined.items() if device != name})
-            reputation.note_release(self._ledger, name, closed)
-        row = self._row(name)
-        self._know(row)
-        if name in self._members and row.state == "on" and row.cannot is None:
-            self._ready.add(name)
-        self._log(f"{name} is released from quarantine")
-        self._audit.done("release", name)
-
-    def _keep_quarantined(self, devices: Mapping[str, str]) -> None:
-        reputation.keep(self._ledger, devices)
+    def set_quarantined(self, devices: Mapping[str, str]) -> None:
+        """In place of ``quarantined``. Members leave and come back; the caller's transaction has both."""
+        changed = {name for name in devices.keys() ^ self.quarantined.keys() if name in self._devices}
         self.quarantined = devices
+        for name in changed:
+            if name in self._members:
+                self._count_leave()
+            row = self._row(name)
+            self._know(row)
+            if name in self._members and row.state == "on" and row.cannot is None:
+                self._ready.add(name)
 
     # Presence ---------------------------------------------------------------------------------------------------------
 

@@ -18,15 +18,18 @@ from cloud_server.identity.audit_log import Recorder
 from cloud_server.identity.renewals import Renewals
 from cloud_server.identity.token_enrolment import Enrolments, open_tokens
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.reported_costs import ReportedCosts
 from cloud_server.records import training_graph
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.spool import Spool
 from cloud_server.results.verdict import WarningLog
+from cloud_server.rounds import quarantine
 from cloud_server.rounds.budget import Budget
+from cloud_server.rounds.decide_roll_back import RollBacks
 from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.privacy_budget import PrivacyBudget
-from cloud_server.rounds.round_costs import RoundCosts
+from cloud_server.rounds.quarantine import Quarantine
 from cloud_server.rounds.secure_round import SecureRounds
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.update_receiver import UpdateReceiver
@@ -42,13 +45,16 @@ class Parts:
     """layout: of the fleet's model. tell(device, message): sends an unsigned message."""
 
     fleet: Fleet
+    ledger: Ledger
     layout: Layout
     members: Members
     rule: RuleState
     rounds: Rounds
     checkpoints: Checkpoints
     spool: Spool
-    costs: RoundCosts
+    costs: ReportedCosts
+    quarantine: Quarantine
+    roll_backs: RollBacks
     codecs: RoundCodecs
     arrays: RoundArrays
     publisher: Publisher
@@ -89,10 +95,11 @@ def assemble(
     )
     audit = Recorder(fleet.folder, now, log)
     members = Members(
-        ledger, everyone=settings.enrolment == "open", cannot=cannot, audit=audit, clock=clock, now=now, log=log
+        ledger, everyone=settings.enrolment == "open", quarantined=quarantine.quarantined(ledger), cannot=cannot,
+        audit=audit, clock=clock, now=now, log=log,
     )
     rule = RuleState(fleet, layout, ledger, checkpoints, members, log=log)
-    rounds, costs = Rounds(ledger, method, now), RoundCosts(ledger, now)
+    rounds = Rounds(ledger, method, now)
     codecs, arrays = RoundCodecs(fleet, ledger), RoundArrays(fleet, layout, ledger)
     waiting = Waiting(members, rounds, settings.deadline_s, clock=clock, log=log)
     messages = ServerMessages(settings.name, link, fleet.signer(), boot, log)
@@ -114,17 +121,21 @@ def assemble(
     served = ServedModels(fleet, wire, ledger, checkpoints, models, codecs)
     manifests = Manifests(
         fleet, models, served, ledger, publisher, codecs, graph=graph, steps=steps, layout=layout,
-        max_upload_bytes=receiver.max_upload_bytes, next_seq=costs.next_seq, now=now,
+        max_upload_bytes=receiver.max_upload_bytes, now=now,
         resting=lambda: members.resting.keys() | members.quarantined.keys(), packed=members.read_packed,
     )
     served.resume(rule.checkpoint)
     return Parts(
-        fleet=fleet, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints, spool=spool,
-        costs=costs, codecs=codecs, arrays=arrays, publisher=publisher, models=models, served=served,
-        manifests=manifests, messages=messages, tell=tell, receiver=receiver, waiting=waiting,
+        fleet=fleet, ledger=ledger, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints,
+        spool=spool, costs=ReportedCosts(ledger), codecs=codecs, arrays=arrays, publisher=publisher, models=models,
+        served=served, manifests=manifests, messages=messages, tell=tell, receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
             members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
         ),
+        quarantine=Quarantine(
+            ledger, members, automatic=fleet.config.robust.quarantine, withdraw=receiver.withdraw, audit=audit, log=log
+        ),
+        roll_backs=RollBacks(ledger, rule, checkpoints, served, limit=fleet.config.robust.roll_back, log=log),
         places=Places(members, rounds, settings.seed, settings.cohort, log=log),
         enrolments=Enrolments(
             fleet, ledger, link, admit=lambda name: members.enroll(name, rule.checkpoint.round),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cloud_server.broadcast.delta_chain import Holder
+from cloud_server.results import evaluations
 from cloud_server.rounds.parts import Parts
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages, topics
@@ -25,7 +26,7 @@ class DeviceMessages:
     def __init__(self, parts: Parts, *, read_requests: Callable[[], None], log: Callable[[str], None]):
         self._parts, self._members, self._rule = parts, parts.members, parts.rule
         self._read_requests, self._log = read_requests, log
-        self._fleet = parts.fleet.config.fleet.name
+        self._ledger, self._fleet = parts.ledger, parts.fleet.config.fleet.name
 
     def on_message(self, topic: str, payload: bytes) -> None:
         """Raises FleetError for a message that is refused."""
@@ -87,7 +88,9 @@ class DeviceMessages:
             self._parts.publisher.again()
         if report.pending is not None:
             self._tell_fate(device, report.pending)
-        self._parts.costs.report(device, report)
+        with self._ledger.transaction(durable=False):  # all or nothing
+            self._parts.costs.report(device, report)
+            evaluations.record(self._ledger, device, report)
         if report.evaluations and report.evaluated_round is not None:
             self._parts.budget.evaluated(report.evaluated_round)
         if report.alone is not None and report.evaluated_round is not None:
@@ -97,7 +100,7 @@ class DeviceMessages:
         """Signed, for one start of one device: nobody else can send it, and it does not hold for the next start."""
         at = self._members.revoked_at(device)
         self._parts.messages.attest(
-            device, Down("revoked", self._closed, device=device, boot=boot, seq=self._parts.costs.seq, at=at)
+            device, Down("revoked", self._closed, device=device, boot=boot, seq=self._parts.manifests.seq, at=at)
         )
 
     @property

@@ -24,9 +24,6 @@ from fleet_core.privacy.gaussian import NoisedSum
 from fleet_core.privacy.settings import CENTRAL
 from fleet_core.robust.screening import Screened
 
-REQUEST, FACT = "roll_back", "rolled_back"
-"""Of the ledger: the round to go back to; {"from": the last closed round then, "to", "why"} of the last time."""
-
 
 class RuleState:
     """``checkpoint``: after the last closed round. layout: of the fleet's model."""

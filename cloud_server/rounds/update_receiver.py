@@ -94,18 +94,15 @@ class UpdateReceiver:
         self.drop(device)
         opened = self._rounds.open
         if opened is not None and device in opened.cohort:
-            opened.received.pop(device, None)
-            opened.measures.pop(device, None)
+            opened.withdraw(device, "quarantined")
             self._spool.drop(opened.number, device)
-            opened.fail(device, "quarantined")
 
     def record(self, opened: OpenRound, screened: Screened) -> None:
         """Writes the received updates into the ledger, as counted or refused; the round has the refused ones no more.
         """
         for device, reason in screened.refused.items():
-            manifest = opened.received.pop(device)
-            opened.fail(device, reason)
-            self._ledger.put(self._row(opened.number, device, manifest, "refused", reason))
+            if (manifest := opened.withdraw(device, reason)) is not None:
+                self._ledger.put(self._row(opened.number, device, manifest, "refused", reason))
         for device, manifest in opened.received.items():
             self._ledger.put(self._row(opened.number, device, manifest, "counted", screened.remarks.get(device, "")))
 

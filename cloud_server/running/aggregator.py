@@ -1,8 +1,8 @@
 """An aggregator that outlives a disk on which it cannot write.
 
-A write that fails ends its coordinator as a death would, in order: it leaves the broker, and what it held in memory is
-forgotten, so that nothing half-written or half-remembered is carried on. When the disk takes writes again the next
-coordinator begins from what is there, the open round included. So a full disk costs what a kill costs, time.
+A write that fails closes the coordinator and drops what it held in memory, so that nothing half-written is carried on.
+When the disk takes writes again, the next coordinator starts from what is on it, the open round included: a full disk
+costs time, as a kill does.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ RETRY_S = 5.0
 class Aggregator:
     """One coordinator after the other. The first one begins here: what is wrong at the start is raised.
 
-    life(): the next coordinator, its link not yet open. state: the folder of its checkpoints. ``coordinator``: the
+    new_coordinator(): the next one, its link not yet open. state: the folder of its checkpoints. ``coordinator``: the
     present one, or the last one while there is none. ``held_up``: why there is none now, or an empty text.
     """
 
     def __init__(
-        self, life: Callable[[], Coordinator], ledger: Ledger, state: Path, *,
+        self, new_coordinator: Callable[[], Coordinator], ledger: Ledger, state: Path, *,
         clock: Callable[[], float] = time.monotonic, log: Callable[[str], None],
     ):
-        self._life, self._ledger, self._state = life, ledger, state
+        self._new_coordinator, self._ledger, self._state = new_coordinator, ledger, state
         self._clock, self._log = clock, disk_errors.undisturbed(log)
         self._again_at = 0.0
         self.held_up = ""
@@ -66,7 +66,7 @@ class Aggregator:
         with self._ledger.transaction():  # refused where nothing can be written
             if self._ledger.fact("stalled"):
                 self._ledger.set_facts(stalled="")
-        begun = self._life()
+        begun = self._new_coordinator()
         begun.link.open()
         return begun
 

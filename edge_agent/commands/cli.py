@@ -82,6 +82,13 @@ def _local(root: Parser) -> None:
     one.add_argument("inputs", metavar="INPUT", type=Path, help=INPUT)
     home(one)
     json(one)
+    one = root.command("verify", "Check that the fleet's key has signed the program that is installed here, and that "
+                       "every file of it is as it was signed.", verify)
+    one.add_argument("path", metavar="PATH", type=Path, nargs="?", default=Path("/opt/metafleet/current"),
+                     help="a program's folder, or a signed file, whose text is printed; default: the one that runs")
+    one.add_argument("--key", metavar="FILE", type=Path, default=Path("/etc/metafleet/fleet.pub"),
+                     help="the fleet's public key; default: the one that the first flash put here")
+    json(one)
 
 
 def _samples(group: Parser) -> None:
@@ -157,6 +164,12 @@ def predict(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
     device_commands.predict(given.inputs, given.home, given.as_json)
+
+
+def verify(given: Namespace) -> None:
+    from edge_agent.commands import verify as verifying
+
+    verifying.command(given.path, given.key, given.as_json)
 
 
 def add(given: Namespace) -> None:

@@ -77,7 +77,7 @@ class TrainingJobs:
         broadcast = Payload(weights, manifest.scalars).beside(order.per_device())
         result = self.round(order, broadcast, method_state(before))
         update.keep(
-            order.home, order.life, manifest, order.layout, result.update, result.pending, before,
+            order.home, order.boot, manifest, order.layout, result.update, result.pending, before,
             samples=result.samples, metrics={update.LOSS: result.loss, **order.cut}, seed=order.seed,
         )
         return {
@@ -117,10 +117,10 @@ class TrainingJobs:
 
 @dataclass(frozen=True)
 class Order:
-    """A job's header, read. life: of the agent that sent it. seed: of everything random in the round. per_device_id: of
+    """A job's header, read. boot: of the agent that sent it. seed: of everything random in the round. per_device_id: of
     the weights that this device alone received, or empty. graph, steps: ids of the fleet's graphs on the disk."""
 
-    life: str
+    boot: str
     manifest: Manifest
     method: Method
     hyper: Any
@@ -149,7 +149,7 @@ class Order:
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
         data = LocalData.of(home.folder / header["samples"], layout, header["split"])
         given, graph, steps = (str(header.get(key, "")) for key in ("given", "graph", "steps"))
-        return Order(header["life"], manifest, method, hyper, layout, home, data, seed, given, graph, steps)
+        return Order(header["boot"], manifest, method, hyper, layout, home, data, seed, given, graph, steps)
 
     def per_device(self) -> trees.Params:
         """The weights that this device alone received; empty for most methods. Raises StateError when they are not on

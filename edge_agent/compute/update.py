@@ -23,13 +23,13 @@ LOSS = "loss"
 
 
 def keep(
-    home: DeviceState, life: str, manifest: Manifest, layout: Layout, update: Payload, pending: ClientState,
+    home: DeviceState, boot: str, manifest: Manifest, layout: Layout, update: Payload, pending: ClientState,
     before: ClientState, *, samples: int, metrics: Mapping[str, float], seed: Seed,
 ) -> None:
     """Writes the update, in the first of the round's codecs that this device knows, or the note that it is too small to
     send, and the state after it.
 
-    life: of the agent that asked for it. pending: the method's state after the round; before: the device's state before
+    boot: of the agent that asked for it. pending: the method's state after the round; before: the device's state before
     it. metrics: what the aggregator is told of the training, the loss above all. seed: of a codec that draws. Raises
     CodecError for values that are not finite.
 
@@ -62,7 +62,7 @@ def keep(
         train=manifest.train,
         privacy="" if privacy is None else str(privacy),
     )
-    home.leave_made(key, life, manifest.round, upload, made.data, made.state)
+    home.leave_made(key, boot, manifest.round, upload, made.data, made.state)
 
 
 def _private(rules: PrivacyRules) -> Private:

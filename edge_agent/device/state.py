@@ -5,7 +5,7 @@
     model.safetensors                    the last training model, with its id
     slots/                               the models that answer, with the personalization; never leaves the device
     methods/{key}/state.safetensors      the client state (duals, residuals, personal arrays)
-    methods/{key}/made-{life}.safetensors    an update that the trainer made, until the agent takes it
+    methods/{key}/made-{boot}.safetensors    an update that the trainer made, until the agent takes it
     methods/{key}/pending.safetensors    the pending update and the state after it; becomes the state by one rename
                                          when the update is counted
     training.json                        how often this round was begun, while the engine onnx trains it
@@ -226,19 +226,19 @@ class DeviceState:
         return None
 
     def leave_made(
-        self, key: str, life: str, round_number: int, upload: UploadManifest, data: bytes, state: ClientState
+        self, key: str, boot: str, round_number: int, upload: UploadManifest, data: bytes, state: ClientState
     ) -> None:
-        """The trainer leaves an encoded update, with the state after it, for the agent's ``life``."""
+        """The trainer leaves an encoded update, with the state after it, for the agent's ``boot``."""
         arrays = storage.flatten_roles(state)
         arrays[UPLOAD] = np.frombuffer(data, dtype=np.uint8)
         upload_text = json.dumps(schema.plain(upload))
         metadata = {"format": str(FORMAT), "round": str(round_number), "upload": upload_text}
-        storage.write_arrays(self._made(key, life), arrays, metadata, mode=0o600)
+        storage.write_arrays(self._made(key, boot), arrays, metadata, mode=0o600)
 
-    def take_made(self, key: str, life: str) -> Pending:
+    def take_made(self, key: str, boot: str) -> Pending:
         """What the trainer left becomes the pending update. Raises StateError."""
         path = self._method(key) / "pending.safetensors"
-        storage.move(self._made(key, life), path)
+        storage.move(self._made(key, boot), path)
         return _read_pending(path)
 
     def values(self, pending: Pending) -> bytes:
@@ -268,9 +268,9 @@ class DeviceState:
     def set_revealed(self, session: str) -> None:
         storage.write_json(self.folder / "secure.json", {"session": session}, mode=0o600)
 
-    def drop_made(self, key: str, life: str) -> None:
+    def drop_made(self, key: str, boot: str) -> None:
         """Deletes what the trainer left."""
-        self._made(key, life).unlink(missing_ok=True)
+        self._made(key, boot).unlink(missing_ok=True)
 
     def commit(self, pending: Pending) -> None:
         """The update was counted: its file becomes the device's state by one rename, which keeps the update's id with
@@ -289,9 +289,9 @@ class DeviceState:
     def _method(self, key: str) -> Path:
         return self.folder / "methods" / key
 
-    def _made(self, key: str, life: str) -> Path:
+    def _made(self, key: str, boot: str) -> Path:
         """Named by the agent's start, for a trainer may outlive its agent."""
-        return self._method(key) / f"made-{life}.safetensors"
+        return self._method(key) / f"made-{boot}.safetensors"
 
 
 def _read_pending(path: Path) -> Pending:

@@ -21,6 +21,7 @@ from edge_agent.device.manifest_method import method_of
 from edge_agent.device.state import DeviceState
 from edge_agent.inference.service import Service
 from edge_agent.rounds.agent_costs import AgentCosts
+from edge_agent.rounds.attempts import Attempts
 from edge_agent.rounds.device_payload import DevicePayload
 from edge_agent.rounds.graphs import Graphs
 from edge_agent.rounds.manifest_check import ManifestCheck
@@ -30,7 +31,7 @@ from edge_agent.rounds.reports import LOOK_S, Reporter
 from edge_agent.rounds.secure_update import SecureUpdates
 from edge_agent.rounds.served_model_update import ServedModelUpdate
 from edge_agent.rounds.train_job import TrainJobs, still_asked
-from fleet_core.base.errors import FleetError, LinkError, MessageError, RevokedError, RoundError
+from fleet_core.base.errors import FleetError, MessageError, RevokedError, RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
@@ -95,7 +96,7 @@ class Agent:
         )
         self._disk, self._renewal = Disk(home.folder, clock), renewal
         self._unwritten: tuple[str, bytes] | None = None  # the message that a full disk kept from being written
-        self._gave_up: dict[str, int] = {}  # what failed -> sequence number of the manifest that asked for it
+        self._attempts = Attempts(self._on_failed, log)
         self._server_boot, self._server_away = "", False
         self._looked = clock()
         self._lost = False  # whether the connection broke and is not back
@@ -173,7 +174,7 @@ class Agent:
     def _try_again(self) -> None:
         """The disk can be written again: does what failed on it."""
         self._log("the disk can be written again")
-        self._gave_up.clear()
+        self._attempts.try_again()
         self._training.forget()
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
@@ -195,7 +196,7 @@ class Agent:
         self._announce()
         if again:
             self._serving.tell_again()  # the report may have been lost with the connection
-        self._gave_up.clear()
+        self._attempts.try_again()
         self._reporter.reconnected()
         self._advance()
 
@@ -281,7 +282,7 @@ class Agent:
         """Holds only for this start of this device, and only if it is not older than the last manifest: an old
         revocation must not stop a device that was enrolled again."""
         if (down.device, down.boot) != (self.name, self.boot) or (down.seq or 0) < self._check.seq:
-            raise MessageError("a revocation of another device, of another life of it, or of before the last round")
+            raise MessageError("a revocation of another device, of another start of it, or older than the last round")
         on = "" if down.at is None else time.strftime(" on %Y-%m-%d", time.gmtime(down.at))
         self._revoked = RevokedError(
             f"this device was revoked by the fleet {self.fleet}{on}",
@@ -314,7 +315,7 @@ class Agent:
         elif done.error:
             if done.header.get("disk"):
                 self._disk.refuse()
-            return self._give_up("train", manifest, RoundError(done.error))
+            return self._attempts.give_up("train", manifest, RoundError(done.error))
         if not done.error:
             self._attempt("train", lambda: self._updates.take(
                 begun, manifest, lambda size: self.accounts.cost(size, done.header)
@@ -331,8 +332,8 @@ class Agent:
         if not self._knows(manifest) or not self._has_graph(manifest) or self._fetches_steps(manifest):
             return
         self._attempt("state", lambda: self._updates.resolve(manifest))
-        gave_up = self._gave_up.get("model") == manifest.seq
-        able = self._updates.pending is None and not gave_up and not self._disk.refuses
+        able = (self._updates.pending is None and not self._attempts.gave_up("model", manifest)
+                and not self._disk.refuses)
         ref = self._served_now(manifest)
         if able and self._training.wanted(manifest) and (ref is None or not self._serving.goes_first(manifest, ref)):
             self._attempt("train", lambda: self._take_part(manifest))
@@ -343,26 +344,16 @@ class Agent:
     def _served_now(self, manifest: Manifest) -> ModelRef | None:
         """The served model, unless it failed, or waits for what the device itself has trained."""
         ref = manifest.serve
-        if ref is None or self._gave_up.get("serve") == manifest.seq:
+        if ref is None or self._attempts.gave_up("serve", manifest):
             return None
         return None if method_of(manifest).keeps_weights and self._updates.undecided(ref.round) else ref
 
     def _attempt(self, what: str, action: Callable[[], object]) -> None:
-        """Runs ``action``. What fails is logged, reported, and not tried again before a newer manifest."""
-        manifest = self.manifest
-        if manifest is None or self._gave_up.get(what) == manifest.seq:
-            return
-        try:
-            action()
-        except LinkError as error:
-            self._log(f"{what}: {error}")
-        except FleetError as error:
-            self._give_up(what, manifest, error)
+        self._attempts.attempt(what, self.manifest, action)
 
-    def _give_up(self, what: str, manifest: Manifest, error: FleetError) -> None:
-        self._gave_up[what] = manifest.seq
+    def _on_failed(self, what: str, manifest: Manifest, error: FleetError) -> None:
+        """Reports what this device gave up."""
         self._disk.note(error)
-        self._log(f"{what}: {error}")
         if what in ("train", "model"):
             self._training.forget()
             self._reporter.enter("failed")
@@ -387,7 +378,7 @@ class Agent:
     def _fetches_steps(self, manifest: Manifest) -> bool:
         """Whether the graph with which this device trains is still on its way."""
         lacking = self._training.lacks(manifest)
-        if lacking is None or self._gave_up.get("train") == manifest.seq:
+        if lacking is None or self._attempts.gave_up("train", manifest):
             return False
         self._attempt("train", lambda: self._fetcher.start(lacking, graph_bundle.MAX_BYTES, "graph"))
         return self._fetcher.target == lacking.id

@@ -23,11 +23,11 @@ class PendingUpdates:
     """``pending``: the one update of which it is not known whether it was counted, or None; it survives restarts."""
 
     def __init__(
-        self, device: str, life: str, home: DeviceState, uploader: Uploader, secure: SecureUpdates, fetcher: Fetcher,
+        self, device: str, boot: str, home: DeviceState, uploader: Uploader, secure: SecureUpdates, fetcher: Fetcher,
         reporter: Reporter, log: Callable[[str], None],
     ):
         self._secure = secure
-        self._device, self._life = device, life
+        self._device, self._boot = device, boot
         self._home, self._uploader, self._fetcher = home, uploader, fetcher
         self._reporter, self._log = reporter, log
         self._offered_seq = -1
@@ -38,8 +38,8 @@ class PendingUpdates:
         it. ``cost(bytes)`` goes with the offer."""
         key = state_key(begun)
         if manifest is None or not still_asked(begun, manifest):
-            return self._home.drop_made(key, self._life)
-        made = self._home.take_made(key, self._life)
+            return self._home.drop_made(key, self._boot)
+        made = self._home.take_made(key, self._boot)
         upload = made.upload
         self.pending = replace(made, upload=replace(upload, cost=cost(upload.blob.size)))
         self._offer(manifest, self.pending)

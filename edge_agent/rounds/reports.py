@@ -85,7 +85,7 @@ class Reporter:
         self.report(want="chunks")
 
     def unanswered(self, round_number: int) -> None:
-        """A broker does not say that it drops a publish: MQTT 3.1.1 never, others not at QoS 0."""
+        """Nothing came back: a broker may drop a publish without saying so (with MQTT 3.1.1 always, later at QoS 0)."""
         self._log(f"round {round_number}: no answer to {UNANSWERED} offers: the aggregator is away, or the broker "
                   "drops what this device publishes (its access control, its message size limit)")
 

@@ -36,14 +36,14 @@ class TrainJobs:
     def __init__(
         self,
         settings: Settings,
-        life: str,
+        boot: str,
         home: DeviceState,
         service: Service,
         accounts: AgentCosts,
         trainer: Trainer | None,
         limits: Limits,
     ):
-        self._settings, self._life, self._home, self._service = settings, life, home, service
+        self._settings, self._boot, self._home, self._service = settings, boot, home, service
         self._accounts, self._trainer, self._limits = accounts, trainer, limits
         self._name = settings.device.name
         self._seen: Identity | None = None
@@ -97,7 +97,7 @@ class TrainJobs:
         """What every job says: the round, the layout, and where weights, state and samples are."""
         data = self._settings.data
         return {
-            "life": self._life,
+            "boot": self._boot,
             "manifest": schema.plain(manifest),
             "layout": self._service.layout.to_json(),
             "device": self._name,

@@ -10,6 +10,7 @@ For WPA2 only the key that is derived from the Wi-Fi password is written; WPA3 n
 
 from __future__ import annotations
 
+import base64
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from fleet_core.base.errors import ConfigError, FlashError
 JOB = "/usr/local/sbin/metafleet-first-boot"
 SERVICE = "metafleet-first-boot.service"
 HERE = Path(__file__).parent
+ED25519_DER = bytes.fromhex("302a300506032b6570032100")
+"""What stands before the 32 bytes of a public key."""
 MAX_CMDLINE_BYTES = 4096
 GROUPS = ("adm", "dialout", "audio", "video", "plugdev", "netdev", "gpio", "i2c", "spi", "sudo")
 MEMORY_CGROUP = "cgroup_enable=memory"
@@ -45,20 +48,24 @@ WantedBy=multi-user.target
 """
 
 
-def files(machine: Machine, device: DeviceFile, *, serial: str, instance: str, cmdline: str | None) -> tuple[File, ...]:
+def files(
+    machine: Machine, device: DeviceFile, *, serial: str, key: str, instance: str, cmdline: str | None
+) -> tuple[File, ...]:
     """The files besides the package.
 
-    serial: of the partition's file system. instance: cloud-init runs again if it changes. cmdline: the present content
-    of cmdline.txt, or None. Raises FlashError for a system without a first boot, and for a malformed cmdline.txt.
+    serial: of the partition's file system. key: the fleet's public key, 64 hex digits. instance: cloud-init runs again
+    if it changes. cmdline: the present content of cmdline.txt, or None. Raises FlashError for a system without a first
+    boot, and for a malformed cmdline.txt.
     """
     kernel = [File("cmdline.txt", _cmdline(machine, device, cmdline).encode())] if cmdline is not None else []
     if machine.first_boot == "cloud-init":
-        return (*_cloud_init(device, serial, instance), *kernel)
+        return (*_cloud_init(device, _job(serial, key), instance), *kernel)
     if machine.first_boot == "firstrun":
         if cmdline is None:
             raise FlashError("there is no cmdline.txt on the first partition to name firstrun.sh",
                              expected=machine.os or "Raspberry Pi OS")
-        return (File("firstrun.sh", _firstrun(device, serial).encode(), 0o755, device.wifi is not None), *kernel)
+        script = _firstrun(device, _job(serial, key)).encode()
+        return (File("firstrun.sh", script, 0o755, device.wifi is not None), *kernel)
     raise FlashError(f"{machine.os or machine.board} takes no first boot from a card", hint="--to ssh://USER@HOST")
 
 
@@ -77,17 +84,24 @@ def _cmdline(machine: Machine, device: DeviceFile, before: str) -> str:
     return " ".join(words) + "\n"
 
 
-def _job(serial: str) -> str:
+def _job(serial: str, key: str) -> str:
     if not re.fullmatch(r"[0-9A-F]{4}-[0-9A-F]{4}", serial):
         raise FlashError(f"'{serial}' is no serial number of a FAT file system")
-    return (HERE / "first_boot.sh").read_text(encoding="utf-8").replace("@SERIAL@", serial)
+    text = (HERE / "first_boot.sh").read_text(encoding="utf-8")
+    return text.replace("@SERIAL@", serial).replace("@KEY@", _pem(key))
+
+
+def _pem(key: str) -> str:
+    """An Ed25519 public key as OpenSSL reads it (RFC 8410)."""
+    encoded = base64.b64encode(ED25519_DER + bytes.fromhex(key)).decode()
+    return f"-----BEGIN PUBLIC KEY-----\n{encoded}\n-----END PUBLIC KEY-----"
 
 
 # cloud-init -----------------------------------------------------------------------------------------------------------
 
 
-def _cloud_init(device: DeviceFile, serial: str, instance: str) -> list[File]:
-    user_data = "#cloud-config\n" + yaml_text(_user_data(device, serial))
+def _cloud_init(device: DeviceFile, job: str, instance: str) -> list[File]:
+    user_data = "#cloud-config\n" + yaml_text(_user_data(device, job))
     meta_data = yaml_text({"instance-id": instance, "local-hostname": device.host, "dsmode": "local"})
     files = [File("user-data", user_data.encode()), File("meta-data", meta_data.encode())]
     if device.wifi is not None:
@@ -119,7 +133,7 @@ def yaml_text(value: Any) -> str:
     return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=float("inf")))
 
 
-def _user_data(device: DeviceFile, serial: str) -> dict[str, Any]:
+def _user_data(device: DeviceFile, job: str) -> dict[str, Any]:
     """https://docs.cloud-init.io, modules set_hostname, users_groups, write_files, runcmd."""
     data: dict[str, Any] = {"hostname": device.host, "manage_etc_hosts": True, "ssh_pwauth": False}
     commands = ["systemctl daemon-reload", f"systemctl enable {SERVICE}", f"systemctl start --no-block {SERVICE}"]
@@ -132,7 +146,7 @@ def _user_data(device: DeviceFile, serial: str) -> dict[str, Any]:
     if device.wifi is not None:
         commands.insert(0, "rfkill unblock wifi || true")
     data["write_files"] = [
-        {"path": JOB, "permissions": "0755", "content": _job(serial)},
+        {"path": JOB, "permissions": "0755", "content": job},
         {"path": f"/etc/systemd/system/{SERVICE}", "permissions": "0644", "content": UNIT},
     ]
     data["runcmd"] = [["sh", "-c", command] for command in commands]
@@ -157,7 +171,7 @@ def _network(wifi: Wifi) -> dict[str, Any]:
 # firstrun.sh ----------------------------------------------------------------------------------------------------------
 
 
-def _firstrun(device: DeviceFile, serial: str) -> str:
+def _firstrun(device: DeviceFile, job: str) -> str:
     steps = [f"echo {device.host} >/etc/hostname",
              rf"sed -i 's|^127\.0\.1\.1.*|127.0.1.1\t{device.host}|' /etc/hosts"]
     if device.ssh is not None:
@@ -168,7 +182,7 @@ def _firstrun(device: DeviceFile, serial: str) -> str:
             "rfkill unblock wifi",
             'for state in /var/lib/systemd/rfkill/*:wlan; do [ ! -f "$state" ] || echo 0 >"$state"; done',
         ]
-    steps += [_put(JOB, "0755", _job(serial)), _put(f"/etc/systemd/system/{SERVICE}", "0644", UNIT),
+    steps += [_put(JOB, "0755", job), _put(f"/etc/systemd/system/{SERVICE}", "0644", UNIT),
               f"systemctl enable {SERVICE}"]
     return (HERE / "firstrun.sh").read_text(encoding="utf-8").replace("@STEPS@", "\n".join(steps))
 

@@ -4,6 +4,7 @@
 set -eu
 SERIAL=@SERIAL@
 MOUNTED=/run/metafleet-boot
+FLEET_KEY='@KEY@'
 
 find_boot() {
     for place in /boot/firmware /boot /boot/efi; do
@@ -26,6 +27,37 @@ erase() {
     fi
 }
 
+# Nothing of the package runs or is unpacked before this. The archive's hash is in package.env, which is checked here;
+# install.sh compares it. The one-time token is not in the list: the fleet's authority has signed it.
+check() {
+    cd "$boot/metafleet"
+    signed || return 1
+    sed 1d PACKAGE | sed -n 's/^file \([0-9a-f]*\) /\1  /p' >/run/metafleet-files
+    [ -s /run/metafleet-files ] && sha256sum -c --quiet /run/metafleet-files && return
+    echo "metafleet: the package is damaged: flash the card again"
+    return 1
+}
+
+# OpenSSL reads Ed25519 from a file since 3.0 (Debian 12, Ubuntu 22.04).
+signed() {
+    if ! openssl version 2>/dev/null | grep -q '^OpenSSL [3-9]'; then
+        echo "metafleet: there is no OpenSSL 3 here: the hashes of the package are checked, its signature is not"
+        return
+    fi
+    place=$(mktemp -d)
+    echo "$FLEET_KEY" >"$place/key"
+    sed 1d PACKAGE >"$place/text"
+    sed -n 1p PACKAGE | cut -d: -f3 |
+        python3 -c 'import sys; sys.stdout.buffer.write(bytes.fromhex(sys.stdin.read()))' >"$place/signature"
+    if openssl pkeyutl -verify -pubin -inkey "$place/key" -rawin -in "$place/text" -sigfile "$place/signature"; then
+        rm -rf "$place"
+        return
+    fi
+    rm -rf "$place"
+    echo "metafleet: the fleet's key has not signed this package: flash the card again, from the fleet's folder"
+    return 1
+}
+
 finish() {
     erase "$boot/network-config"
     rm -rf "$boot/metafleet"
@@ -38,7 +70,7 @@ finish() {
 boot=$(find_boot)
 if [ -f "$boot/metafleet/install.sh" ]; then
     if [ ! -w "$boot" ]; then mount -o remount,rw "$boot"; fi
-    if ! sh "$boot/metafleet/install.sh" >"$boot/metafleet.log" 2>&1; then
+    if ! { (check) && sh "$boot/metafleet/install.sh"; } >"$boot/metafleet.log" 2>&1; then
         cat "$boot/metafleet.log"
         sync
         exit 1

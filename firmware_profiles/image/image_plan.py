@@ -80,7 +80,8 @@ def _plan(image: Path, file: BinaryIO, size: int, package: Package, device: Devi
     boot, root = disk_partitions.boot(file, partitions), disk_partitions.root(file, partitions)
     file_system = fat.read(file, boot.start, boot.size)
     instance = f"metafleet-{package.device}-{hashlib.sha256(package.program.sha256.encode()).hexdigest()[:12]}"
-    first = first_boot.files(package.machine, device, serial=file_system.serial, instance=instance,
+    first = first_boot.files(package.machine, device, serial=file_system.serial,
+                             key=package.signing.signer.public, instance=instance,
                              cmdline=partition_files.cmdline(image, boot))
     files = (*first, *(File(f"{FOLDER}/{f.path}", f.data, f.mode, f.secret) for f in package.files))
     program_at = _program_at(file, files, package, file_system, root)

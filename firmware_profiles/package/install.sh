@@ -64,6 +64,7 @@ put_program() {
     rm -rf "$programs/.new"
     mkdir -p "$programs/.new"
     tar -xzf "$archive" -C "$programs/.new" --no-same-owner
+    for file in PACKAGE MANIFEST.sha256; do cp "$file" "$programs/.new/$VERSION/"; done
     sync
     mv "$programs/.new/$VERSION" "$programs/$VERSION"
     rm -rf "$programs/.new"

@@ -6,12 +6,13 @@
 #   /opt/metafleet/.VERSION.part  a version that is being uploaded
 #   /opt/metafleet/.flash         this script, and:
 #     owner      the run at work; an earlier one that comes back is refused
+#     program.text, settings.text   what the fleet's key has signed
 #     settings   files that are to be put below /: configuration, the unit; kept until it is over
 #     armed      version, previous, run, and those files as they were: the device returns to them unless "confirm"
 #                comes in time. It is made and taken by renaming, whole: back while it returns, done when it is over.
 #
 # Exit codes: 3 the version is there with other content, 4 there is nothing armed, 5 another run has taken over,
-# 6 another run is at work. Everything else is an error of a command, with its message.
+# 6 another run is at work, 7 it is not what the fleet's key has signed. Everything else is an error of a command, with its message.
 set -eu
 export LC_ALL=C
 umask 022
@@ -19,6 +20,7 @@ ROOT=/opt/metafleet UNITS=/etc/systemd/system AGENT=/var/lib/metafleet CACHE=/va
 FLASH=$ROOT/.flash
 UNIT=metafleet.service GUARD=metafleet-return.service
 MANIFEST=MANIFEST.sha256
+KEY=/etc/metafleet/fleet.pub
 
 say() { printf '%s=%s\n' "$1" "$2"; }
 told() { [ ! -e "$1" ] || cat "$1"; }
@@ -70,21 +72,51 @@ begin() {
 
 owned() { [ "$(told "$FLASH/owner")" = "$1" ] || exit 5; }
 
+# Standard input: what the fleet's key has signed, of the program or the settings. The agent that is already there checks
+# it with the key that is already there. On the first flash there is neither: who has this connection is believed, and the
+# key comes with the settings.
+signed() {
+    rm -f "$FLASH/$1.text"
+    cat >"$FLASH/$1.signed"
+    if [ ! -e "$KEY" ]; then
+        sed 1d "$FLASH/$1.signed" >"$FLASH/$1.checked"
+    elif ! [ -x "$ROOT/current/bin/edge-agent" ]; then
+        unsigned "there is a key, and no agent that could check with it"
+    elif ! PYTHONDONTWRITEBYTECODE=1 "$ROOT/current/bin/edge-agent" verify --key "$KEY" "$FLASH/$1.signed" >"$FLASH/$1.checked"; then
+        unsigned "the agent that runs there did not find it signed"
+    fi
+    [ "$(sed -n 1p "$FLASH/$1.checked")" = "metafleet $1 1" ] || unsigned "what is signed is no $1"
+    mv "$FLASH/$1.checked" "$FLASH/$1.text"
+}
+
+unsigned() { echo "$1" >&2; exit 7; }
+
+# That FILE has the hash that was signed: FILE KIND LINE, as in "file HASH NAME".
+as_signed() {
+    [ -e "$FLASH/$2.text" ] || unsigned "nothing is signed"
+    grep -q "^$(echo "$3" | sed "s/HASH/$(sum_of "$1")/")\( \|\$\)" "$FLASH/$2.text" ||
+        unsigned "$(basename "$1") is not what was signed"
+}
+
 # Standard input: the manifest. Out: the files that are still to be sent. What the running version has is linked; a
 # version that is there already, from a card, needs its manifest only.
 want() {
     part=$ROOT/.$1.part
     cat >"$FLASH/manifest"
+    as_signed "$FLASH/manifest" program "manifest HASH"
+    grep -qxF "version $1" "$FLASH/program.text" || unsigned "another version than $1 is signed"
     if [ -d "$ROOT/$1" ] && (cd "$ROOT/$1" && sha256sum -c "$FLASH/manifest" >/dev/null 2>&1); then
         mv "$FLASH/manifest" "$ROOT/$1/$MANIFEST"
+        cp "$FLASH/program.signed" "$ROOT/$1/PACKAGE"
         rm -rf "$part"
         return
     fi
     mkdir -p "$part"
     cd "$part"
     mv "$FLASH/manifest" "$MANIFEST"
+    cp "$FLASH/program.signed" PACKAGE
     names | sort >"$FLASH/names"
-    find . ! -type d ! -path "./$MANIFEST" | cut -c3- | sort | comm -23 - "$FLASH/names" >"$FLASH/extra"
+    find . ! -type d ! -path "./$MANIFEST" ! -path ./PACKAGE | cut -c3- | sort | comm -23 - "$FLASH/names" >"$FLASH/extra"
     while IFS= read -r name; do rm -f -- "$name"; done <"$FLASH/extra"
     wrong | sort >"$FLASH/wrong"
     if [ -e "$ROOT/current/" ]; then
@@ -106,9 +138,11 @@ take() { tar -x -z -p --no-same-owner --unlink-first -f - -C "$ROOT/.$1.part"; }
 # The uploaded version gets its name, once every file of it is right and on the disk; then it is set up.
 # Standard input: what it needs of the system (its user, its folders), as a script.
 place() {
+    cat >"$FLASH/prepare"
+    as_signed "$FLASH/prepare" program "file HASH prepare"
     [ ! -e "$ROOT/.$1.part" ] || named "$1"
     rm -f "$ROOT/$1/.ready"
-    /bin/sh -eu >&2
+    /bin/sh -eu "$FLASH/prepare" </dev/null >&2
     : >"$ROOT/$1/.ready"
 }
 
@@ -131,7 +165,11 @@ named() {
 change() {
     rm -rf "$FLASH/settings" "$FLASH/settings.new"
     mkdir -m 700 "$FLASH/settings.new"
-    tar -x -p -f - -C "$FLASH/settings.new"
+    (umask 077 && cat >"$FLASH/settings.tar")
+    as_signed "$FLASH/settings.tar" settings "sha256 HASH"
+    grep -qxF "run $2" "$FLASH/settings.text" || unsigned "the settings of another run are signed"
+    tar -x -p -f "$FLASH/settings.tar" -C "$FLASH/settings.new"
+    rm -f "$FLASH/settings.tar"
     mv "$FLASH/settings.new" "$FLASH/settings"
     arm "$@"
     flip "$1"
@@ -311,7 +349,7 @@ shift
 case $verb in
 machine | facts | health) "$verb" "$@" </dev/null ;;
 linger) linger "$@" ;;
-begin | fire | boot | want | take | place | change | again | back | confirm) locked "$verb" "$@" ;;
+begin | fire | boot | signed | want | take | place | change | again | back | confirm) locked "$verb" "$@" ;;
 has-lock)
     verb=$1
     case $verb in

@@ -11,22 +11,24 @@ import gzip
 import hashlib
 import re
 import tarfile
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from io import BytesIO
-from pathlib import Path
 from typing import IO
 
-from firmware_profiles.package import systemd_unit
+from firmware_profiles.package import program_files, systemd_unit
 from firmware_profiles.package.board_needs import Machine
 from firmware_profiles.package.device_file import MASK
-from firmware_profiles.package.device_package import Package
+from firmware_profiles.package.device_package import Package, Signing
+from firmware_profiles.package.program import Program
+from firmware_profiles.package.program_files import Content
 from fleet_core.base import config
 from fleet_core.base.errors import FlashError
+from fleet_core.protocol import program_statement
 
-VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
+VERSION = re.compile(program_statement.VERSION)
+SETTINGS = "metafleet settings 1"
+"""The first line of what is signed of a device's settings."""
 GROUP = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 DEVICE_TOML = f"{systemd_unit.STATE}/device.toml"
 ENROLMENT_TABLES = ("device", "tls")
@@ -67,33 +69,31 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Content:
-    """The content of a program's archive. files: {path in the version's folder: (SHA-256 in hex, bytes)}."""
-
-    folder: str
-    files: dict[str, tuple[str, int]]
-
-    @property
-    def manifest(self) -> bytes:
-        return "".join(f"{digest}  {name}\n" for name, (digest, _) in sorted(self.files.items())).encode()
-
-
-@dataclass(frozen=True)
 class Release:
-    """archive: a .tar.gz of one folder. prepare: an idempotent script for the device."""
+    """prepare: an idempotent script for the device. program: its archive has one folder."""
 
     device: str
     machine: Machine
     version: str
-    archive: Path
     settings: tuple[Setting, ...]
     prepare: str
+    program: Program
+    signing: Signing
+
+    @property
+    def statement(self) -> bytes:
+        """What the fleet's key signs of the program and of ``prepare``. Raises FlashError."""
+        return self.signing.statement(self.program, {"prepare": self.prepare.encode()})
+
+    def sign_settings(self, run: str, data: bytes) -> bytes:
+        """What the fleet's key signs of a tar of settings, for one run alone."""
+        digest = hashlib.sha256(data).hexdigest()
+        return self.signing.signer.sign(f"{SETTINGS}\ndevice {self.device}\nrun {run}\nsha256 {digest}\n".encode())
 
     @property
     def content(self) -> Content:
         """Raises FlashError if the archive cannot be installed."""
-        status = self.archive.stat()
-        return _content(self.archive, status.st_mtime_ns, status.st_size)
+        return program_files.content_of(self.program.path)
 
     def for_device(self, device_toml: str) -> Release:
         """The release for a device that has enrolled with this device.toml (empty if it has not): its enrolment tables
@@ -114,8 +114,8 @@ class Release:
 
         def feed(stream: IO[bytes]) -> None:
             with gzip.GzipFile("", "wb", 1, stream) as packed, \
-                    tarfile.open(fileobj=packed, mode="w|") as new, _opened(self.archive) as old:
-                for entry, name in _files(old, self.archive):
+                    tarfile.open(fileobj=packed, mode="w|") as new, program_files.opened(self.program.path) as old:
+                for entry, name in program_files.files_in(old, self.program.path):
                     if name in names:
                         new.addfile(_entry(name, entry.size, 0o755 if entry.mode & 0o100 else 0o644),
                                     old.extractfile(entry))
@@ -144,7 +144,7 @@ def of(package: Package) -> Release:
         raise FlashError(f"'{wrong[0][:80]}' is no group", where=machine.board)
     prepare = PREPARE.format(user=user, state=systemd_unit.STATE, config=systemd_unit.CONFIG, links=" ".join(links),
                              groups=" ".join(machine.groups))
-    return Release(package.device, machine, version, package.program.path, tuple(settings), prepare)
+    return Release(package.device, machine, version, tuple(settings), prepare, package.program, package.signing)
 
 
 def packed(settings: Collection[Setting]) -> bytes:
@@ -156,51 +156,6 @@ def packed(settings: Collection[Setting]) -> bytes:
             entry.uname, entry.gname = setting.owner
             archive.addfile(entry, BytesIO(setting.data))
     return buffer.getvalue()
-
-
-@lru_cache(maxsize=16)
-def _content(path: Path, mtime_ns: int, size: int) -> Content:
-    """Read once for all devices; ``mtime_ns`` and ``size`` distinguish a file that was replaced."""
-    del mtime_ns, size
-    files, folders = {}, set()
-    with _opened(path) as archive:
-        for entry, name in _files(archive, path):
-            stream = archive.extractfile(entry)
-            assert stream is not None
-            files[name] = (_sha256(stream), entry.size)
-            folders.add(entry.name.partition("/")[0])
-    if len(folders) != 1:
-        raise FlashError(f"holds {len(folders)} folders", where=str(path), expected="one, the version's")
-    return Content(folders.pop(), files)
-
-
-def _sha256(stream: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while block := stream.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tarfile.TarFile]:
-    try:
-        with tarfile.open(path, "r|gz") as archive:
-            yield archive
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise FlashError(f"cannot be read: {error}", where=str(path), hint="delete it, and run this again") from error
-
-
-def _files(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, str]]:
-    """(file, path in the version's folder) of the archive. Raises FlashError for names that sha256sum or a shell would
-    misread, and for entries that are no plain files."""
-    for entry in archive:
-        if entry.isdir():
-            continue
-        _, _, name = entry.name.partition("/")
-        plain = re.fullmatch(r"[ -\[\]-~]+", name) and ".." not in name.split("/") and ": FAILED" not in name
-        if not entry.isfile() or not plain or name[0] in "/ ":
-            raise FlashError(f"'{entry.name[:200]!a}' is no plain file", where=str(path))
-        yield entry, name
 
 
 def _entry(name: str, size: int, mode: int) -> tarfile.TarInfo:

@@ -21,7 +21,7 @@ from fleet_core.board.profile import WHY_NOT_32_BIT, WIDE_HINT, is_narrow
 SCRIPT = Path(__file__).with_name("device.sh")
 FOLDER = "/opt/metafleet/.flash"
 ON_DEVICE = f"{FOLDER}/device.sh"
-OTHER_CONTENT, NOT_ARMED, TAKEN_OVER, BUSY = 3, 4, 5, 6
+OTHER_CONTENT, NOT_ARMED, TAKEN_OVER, BUSY, UNSIGNED = 3, 4, 5, 6, 7
 EXIT_CODES = {
     OTHER_CONTENT: ("the device runs this version with other content", "make the package again, with another version"),
     NOT_ARMED: ("the device has returned to the version before", "run the same command again"),
@@ -29,6 +29,8 @@ EXIT_CODES = {
     BUSY: ("another run is at work on this device", "let it end, then run the same command again"),
 }
 """{exit code of device.sh: (error, hint)}."""
+UNSIGNED_HINT = ("flash it from the folder of the fleet that it belongs to. For a new fleet or key, or where the agent "
+                 "there cannot check, remove the key first: sudo rm /etc/metafleet/fleet.pub")
 
 
 class NotArmed(FlashError):
@@ -155,6 +157,10 @@ class Remote:
         if answer.code in EXIT_CODES:
             text, hint = EXIT_CODES[answer.code]
             raise (NotArmed if answer.code == NOT_ARMED else FlashError)(text, where=self.where, hint=hint)
+        if answer.code == UNSIGNED:
+            said = first_line(answer.errors).removeprefix("error: ")
+            raise FlashError(f"the device refuses it, and its version stays as it is: {said}", where=self.where,
+                             hint=UNSIGNED_HINT)
         raise FlashError(f"{what} failed: {first_line(answer.errors)}", where=self.where)
 
 

@@ -1,8 +1,9 @@
 """Installs or updates the agent of a running device over SSH; if anything fails, the device runs the version before.
 
-Steps: upload beside the running version; verify every file; rename; arm the rollback *on the device*; switch the link;
-restart; wait until the device is back; disarm. A device that loses its network or its operator, or that restarts in
-between, rolls back by itself. A run that was cut off leaves the old version; the same command continues from there.
+Steps: let the device check the fleet's signature; upload beside the running version; verify every file; rename; arm the
+rollback *on the device*; switch the link; restart; wait until the device is back; disarm. A device that loses its
+network or its operator, or that restarts in between, rolls back by itself. A run that was cut off leaves the old
+version; the same command continues from there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ POLL_S = 1.0
 SLOWEST_BYTES_PER_S = 50_000
 SETUP_S = CHANGE_S = 120.0
 SPARE_BYTES = 64 << 20
+CHECKING = "checking the signature"
 
 Tell = Callable[[str, str], None]
 """Called with the current step, and its progress or an empty text."""
@@ -142,8 +144,10 @@ def _switch(
     else:
         complete = release if facts.own else release_for(True)
         verb, settings = "change", _changed_settings(facts, complete)
+    data = packed(settings)
+    remote.step("signed", "settings", what=CHECKING, feed=release.sign_settings(remote.run, data), timeout_s=SETUP_S)
     try:
-        remote.step(verb, release.version, remote.run, str(rollback_s), what="changing over", feed=packed(settings),
+        remote.step(verb, release.version, remote.run, str(rollback_s), what="changing over", feed=data,
                     timeout_s=CHANGE_S)
     except ConnectionLost as error:
         raise _unconfirmed(remote, release, error) from error
@@ -158,6 +162,7 @@ def _upload(remote: Remote, release: Release, facts: Facts, tell: Tell) -> int:
     tell("comparing", "")
     content, version = release.content, release.version
     timeout_s = 60 + sum(size for _, size in content.files.values()) / 1e6  # a card reads some MB a second
+    remote.step("signed", "program", what=CHECKING, feed=release.statement, timeout_s=SETUP_S)
     listed = remote.step("want", version, what="comparing", feed=content.manifest, timeout_s=timeout_s).splitlines()
     names = content.files.keys() & set(listed)
     total = sum(content.files[name][1] for name in names)

@@ -3,10 +3,11 @@
 McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018, Algorithm 1
 (``central``); the same mechanism before anything leaves the device is ``local``. Both clip the whole update, over all
 arrays that are sent. What follows the noise (codec, error feedback, duals, the server rule) computes with what is
-noised already, so it tells nothing more.
+noised already, so it reveals nothing more.
 
 The noise is made from a stream of ChaCha20, whose key is the operating system's in a fleet and a function of the run's
-seed in a simulation. It is float64 until it is added; that a float is not a real number (Mironov 2012) is not mended.
+seed in a simulation. It is float64 until it is added; the weakness of floating-point noise (Mironov 2012) is not
+mended.
 """
 
 from __future__ import annotations

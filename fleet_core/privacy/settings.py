@@ -1,4 +1,4 @@
-"""``[privacy]``: how much of a device's samples its updates may tell; and which settings that goes together with."""
+"""``[privacy]``: how much updates may reveal of a device's samples; and which settings that goes together with."""
 
 from __future__ import annotations
 

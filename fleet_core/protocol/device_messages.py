@@ -158,10 +158,10 @@ class Down:
     done     ends the upload
     reject   refuses the upload
     counted  signed: whether an old update was counted
-    heard    acknowledges the presence of the life ``boot``
+    heard    acknowledges the presence of the start ``boot``
     renewed  signed: the next certificate of ``device``, DER in base64, or the reason why there is none
     secure   signed: a step of secure aggregation
-    revoked  signed: ends the life ``boot`` of ``device``, revoked ``at`` (Unix seconds; None: an older ledger's)
+    revoked  signed: ends the start ``boot`` of ``device``, revoked ``at`` (Unix seconds; None: an older ledger's)
 
     seq: that of the newest round.
     """

@@ -2,7 +2,7 @@
 
 What is usual is the median over the updates of this round and of the last ones, group by group, all that were received:
 refused ones too, so that a fleet whose updates grow is not shut out for good, and hostile devices cannot move it unless
-they are half of the devices over several rounds. The first round is measured by itself, so no floor is needed.
+they are half of the devices over several rounds. The first round is compared with itself alone.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cost import codecs
+from benchmarks.cost import codec_time, codecs, to_target_page
+from benchmarks.overhead.workload import PARAMETERS
 
 
 def ended(folder: Path, f1: float, up: int) -> Path:
@@ -54,3 +55,14 @@ def test_every_set_is_an_experiment_on_validation_samples(data: str) -> None:
     asked = codecs.experiment("topk-10/int4", data=data)
     assert (asked.codec_up, asked.codec_down, asked.evaluation.within_training) == ("topk-10", "int4", True)
     assert asked.data.set == data
+
+
+def test_the_time_of_codecs_is_taken_in_turn_and_bytes_are_of_the_whole_model() -> None:
+    found = codec_time.measured(("int8", "topk-1"), times=2)
+    assert 0 < found["topk-1"]["bytes"] < found["int8"]["bytes"] <= PARAMETERS * 1.01
+    assert all(one["encode_ms"] > 0 and one["decode_ms"] > 0 for one in found.values())
+
+
+def test_the_front_leaves_out_what_another_beats_in_cost_and_figure() -> None:
+    points = {("a", "x"): (3.0, 0.9), ("a", "y"): (1.0, 0.7), ("b", "x"): (2.0, 0.6), ("b", "y"): (4.0, 0.9)}
+    assert to_target_page.front(points) == [(1.0, 0.7), (3.0, 0.9)]

@@ -3,6 +3,7 @@ looks finished."""
 
 from __future__ import annotations
 
+import hashlib
 import lzma
 import os
 import re
@@ -23,10 +24,12 @@ from firmware_profiles.image.partition_files import IN_ROOT, ON_FAT
 from firmware_profiles.package import device_package
 from firmware_profiles.package.board_needs import Machine
 from firmware_profiles.package.device_file import MASK, DeviceFile, Ssh, Wifi
-from firmware_profiles.package.program import Program, sha256_of
 from fleet_core.base.errors import ConfigError, FlashError
+from fleet_core.protocol.program_statement import Statement
+from fleet_core.protocol.signing import Signer
 from tests.support import disks
 from tests.support.disks import MIB
+from tests.support.loopback_board import SIGNING, random_program
 
 TRIXIE = Machine("raspberry-pi-4b", "aarch64", "3.13")
 BOOKWORM = replace(TRIXIE, python="3.11", first_boot="firstrun", os="Raspberry Pi OS Bookworm")
@@ -37,15 +40,10 @@ DEVICE = DeviceFile("kitchen", "fleet", "raspberry-pi-4b", wifi=WIFI,
 NEEDS = pytest.mark.needs("mcopy", "mkfs.vfat", "mke2fs", "debugfs", "sfdisk")
 
 
-def program(folder: Path, size: int) -> Program:
-    path = folder / "program.tar.gz"
-    path.write_bytes(os.urandom(size))
-    return Program("0.1.0-abc", path, sha256_of(path), size, size, "3.13", "aarch64", "a test", ())
-
-
 def packed(folder: Path, size: int = MIB, machine: Machine = TRIXIE) -> device_package.Package:
     return device_package.make(
-        "kitchen", machine, program(folder, size), {"device.toml": b"[device]\n", "token": TOKEN}
+        "kitchen", machine, random_program(folder, size), {"device.toml": b"[device]\n", "token": TOKEN},
+        signing=SIGNING,
     )
 
 
@@ -55,8 +53,13 @@ def card(tmp_path_factory):
 
 
 def files(machine: Machine = TRIXIE, device: DeviceFile = DEVICE, cmdline: str | None = "rootwait\n") -> dict[str, str]:
-    made = first_boot.files(machine, device, serial="FEDA-0001", instance="i-1", cmdline=cmdline)
+    made = first_boot.files(machine, device, serial="FEDA-0001", key=SIGNING.signer.public, instance="i-1",
+                            cmdline=cmdline)
     return {file.path: file.data.decode() for file in made}
+
+
+def the_job() -> str:
+    return first_boot._job("FEDA-0001", SIGNING.signer.public)
 
 
 # First boot -----------------------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ def test_cloud_init_gets_everything_as_valid_yaml():
     assert (told["hostname"], told["users"][0]["name"], told["ssh_pwauth"]) == ("kitchen", "me", False)
     assert told["users"][0]["ssh_authorized_keys"] == ["ssh-ed25519 AAAA me@laptop"]
     job, service = told["write_files"]
-    assert job["content"] == first_boot._job("FEDA-0001")
+    assert job["content"] == the_job()
     assert f"ExecStart={job['path']}\n" in service["content"]
     assert ["sh", "-c", "systemctl enable metafleet-first-boot.service"] in told["runcmd"]
     points = yaml.safe_load(made["network-config"])["wifis"]["wlan0"]["access-points"]
@@ -131,7 +134,7 @@ def test_bookworm_without_a_cmdline_and_a_system_without_first_boot_are_refused(
 
 @pytest.mark.parametrize("shell", ["/bin/sh", pytest.param("bash", marks=pytest.mark.needs("bash"))])
 def test_the_scripts_are_plain_shell(tmp_path, shell):
-    scripts = {"firstrun.sh": files(BOOKWORM)["firstrun.sh"], "first_boot.sh": first_boot._job("FEDA-0001")}
+    scripts = {"firstrun.sh": files(BOOKWORM)["firstrun.sh"], "first_boot.sh": the_job()}
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)
         done = subprocess.run([shell, "-n", str(tmp_path / name)], capture_output=True, text=True)
@@ -153,7 +156,7 @@ def system(tmp_path):
         (programs / name).chmod(0o755)
     (programs / "mountpoint").write_text("#!/bin/sh\nexit 1\n")
     (programs / "mountpoint").chmod(0o755)
-    for name in ("boot/firmware/metafleet", "etc/cloud"):
+    for name in ("boot/firmware/metafleet", "etc/cloud", "run"):
         (tmp_path / name).mkdir(parents=True)
     return tmp_path, {"PATH": f"{programs}:/usr/bin:/bin"}
 
@@ -162,31 +165,84 @@ def run(script: Path, system) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["/bin/sh", str(script)], env=system[1], capture_output=True, text=True)
 
 
+def put_package(boot: Path, install: str, signer: Signer = SIGNING.signer) -> None:
+    """A package whose installer is ``install``, signed."""
+    (boot / "metafleet/install.sh").write_text(install)
+    files = {"install.sh": hashlib.sha256(install.encode()).hexdigest()}
+    text = Statement("lab", "0.1.0-abc", "3.13", "aarch64", 1, "0" * 64, "0" * 64, 1, files=files).text()
+    (boot / "metafleet/PACKAGE").write_bytes(signer.sign(text))
+
+
+@pytest.mark.needs("openssl")
 def test_the_first_start_installs_and_erases_what_is_secret(system):
     root = system[0]
     boot = root / "boot/firmware"
-    (boot / "metafleet/install.sh").write_text("echo installed\n")
+    put_package(boot, "echo installed\n")
     (boot / "network-config").write_text(PASSWORD)
-    (root / "job").write_text(in_folder(first_boot._job("FEDA-0001"), root))
+    (root / "job").write_text(in_folder(the_job(), root))
     done = run(root / "job", system)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (boot / "metafleet.log").read_text() == "installed\n"
+    assert (boot / "metafleet.log").read_text() == "Signature Verified Successfully\ninstalled\n"
     assert not (boot / "network-config").exists()
     assert not (boot / "metafleet").exists()
     assert (root / "etc/cloud/cloud-init.disabled").exists()
     assert "systemctl disable metafleet-first-boot.service" in (root / "called").read_text()
 
 
+@pytest.mark.needs("openssl")
 def test_a_first_start_that_fails_leaves_everything_for_the_next(system):
     root = system[0]
     boot = root / "boot/firmware"
-    (boot / "metafleet/install.sh").write_text("echo no room >&2\nexit 1\n")
+    put_package(boot, "echo no room >&2\nexit 1\n")
     (boot / "network-config").write_text(PASSWORD)
-    (root / "job").write_text(in_folder(first_boot._job("FEDA-0001"), root))
+    (root / "job").write_text(in_folder(the_job(), root))
     assert run(root / "job", system).returncode == 1
     assert (boot / "network-config").exists()
-    assert (boot / "metafleet.log").read_text() == "no room\n"
+    assert (boot / "metafleet.log").read_text() == "Signature Verified Successfully\nno room\n"
     assert not (root / "called").exists()
+
+
+@pytest.mark.needs("openssl")
+@pytest.mark.parametrize(("change", "words"), [
+    ("a file", "the package is damaged"), ("the signature", "the fleet's key has not signed this package"),
+    ("another key", "the fleet's key has not signed this package"), ("no signature", "has not signed"),
+])
+def test_the_first_start_runs_nothing_that_was_not_signed(system, change, words):
+    root = system[0]
+    boot = root / "boot/firmware"
+    put_package(boot, "echo installed\n", Signer(bytes(32)) if change == "another key" else SIGNING.signer)
+    signed = boot / "metafleet/PACKAGE"
+    match change:
+        case "a file":
+            (boot / "metafleet/install.sh").write_text("echo changed\n")
+        case "the signature":
+            signed.write_bytes(signed.read_bytes().replace(b"older no", b"older yes"))
+        case "no signature":
+            signed.write_bytes(signed.read_bytes().partition(b"\n")[2])
+    (root / "job").write_text(in_folder(the_job(), root))
+    assert run(root / "job", system).returncode == 1
+    log = (boot / "metafleet.log").read_text()
+    assert words in log
+    assert "installed" not in log
+    assert "changed" not in log
+    assert (boot / "metafleet/install.sh").exists()
+
+
+def test_without_openssl_the_first_start_checks_the_hashes_and_says_so(system):
+    root = system[0]
+    boot = root / "boot/firmware"
+    (root / "programs/openssl").write_text("#!/bin/sh\necho OpenSSL 1.1.1n\n")
+    (root / "programs/openssl").chmod(0o755)
+    (root / "job").write_text(in_folder(the_job(), root))
+    put_package(boot, "echo installed\n")
+    (boot / "metafleet/install.sh").write_text("echo changed\n")
+    assert run(root / "job", system).returncode == 1
+    assert "the package is damaged" in (boot / "metafleet.log").read_text()
+    put_package(boot, "echo installed\n")
+    assert run(root / "job", system).returncode == 0
+    log = (boot / "metafleet.log").read_text()
+    assert "the hashes of the package are checked, its signature is not" in log
+    assert log.endswith("\ninstalled\n")
 
 
 def test_bookworms_first_run_leaves_user_wifi_and_service_and_itself_goes(system):
@@ -261,7 +317,8 @@ def test_the_package_is_on_the_first_partition_both_systems_are_sound_and_the_or
     assert disks.names_on_fat(out) == {
         "config.txt", "cmdline.txt", "user-data", "meta-data", "network-config", "metafleet", "metafleet/etc",
         "metafleet/home", "metafleet/install.sh", "metafleet/package.env", "metafleet/metafleet.service",
-        "metafleet/etc/device.toml", "metafleet/home/token", "metafleet/program.tar.gz",
+        "metafleet/etc/device.toml", "metafleet/home/token", "metafleet/program.tar.gz", "metafleet/etc/fleet.pub",
+        "metafleet/PACKAGE", "metafleet/MANIFEST.sha256",
     }
     assert disks.on_fat(out, "metafleet/program.tar.gz") == made.program.path.read_bytes()
     assert disks.on_fat(out, "metafleet/home/token") == TOKEN
@@ -314,7 +371,7 @@ def test_a_program_too_large_for_the_first_partition_goes_into_the_root(tmp_path
         root = f"{out}?offset={5 * MIB}"
         told = disks.call("debugfs", "-R", f"stat {IN_ROOT}", root)
         assert "Mode:  0600" in told
-        assert f"Size: {6 * MIB}" in told
+        assert f"Size: {made.program.size_bytes}" in told
         disks.check(out, 4, 64)
         card = out
 

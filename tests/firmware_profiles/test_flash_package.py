@@ -19,11 +19,15 @@ from typing import Any, cast
 import pytest
 from cyclonedx.model.bom import Bom
 
+from edge_agent.device import signed_program
 from firmware_profiles.package import agent_wheel, device_package, program, sbom, systemd_unit
 from firmware_profiles.package.board_needs import Machine
 from fleet_core import __version__
-from fleet_core.base.errors import ConfigError, FlashError
+from fleet_core.base.errors import ConfigError, FlashError, StateError
+from fleet_core.protocol import program_statement
+from fleet_core.protocol.signing import Signer, Verifier
 from tests.support import wheels
+from tests.support.loopback_board import SIGNING
 
 PI = Machine("raspberry-pi-4b", "aarch64", "3.13", pins={"torch": "2.9.1", "onnxruntime": "1.23.2"}, groups=("video",))
 TOKEN = b"one-time-7d3f"
@@ -266,7 +270,7 @@ def test_a_profile_cannot_write_other_lines_into_the_unit(change):
 @pytest.fixture
 def packed(made, tmp_path):
     home = {"device.toml": b'[device]\nname = "kitchen"\n', "ca.pem": b"PEM", "token": TOKEN}
-    return device_package.save(device_package.make("kitchen", PI, made, home), tmp_path / "card")
+    return device_package.save(device_package.make("kitchen", PI, made, home, signing=SIGNING), tmp_path / "card")
 
 
 def install(folder: Path, root: Path) -> subprocess.CompletedProcess[str]:
@@ -288,6 +292,26 @@ def test_installing_puts_everything_in_its_place_and_erases_the_token(packed, ma
     assert (home / "token").stat().st_mode & 0o777 == 0o600
     assert (root / "etc/systemd/system/metafleet.service").read_text() == systemd_unit.text(PI)
     assert not (packed / "home/token").exists()
+
+
+@pytest.mark.needs("tar", "gzip")
+def test_what_was_installed_can_be_checked_against_the_fleets_signature(packed, made, tmp_path):
+    root = tmp_path / "root"
+    assert install(packed, root).returncode == 0
+    folder, verifier = root / "opt/metafleet/current", Verifier(SIGNING.signer.public)
+    statement = signed_program.check_installed(folder, verifier)
+    assert (statement.version, statement.archive, statement.fleet) == (made.version, made.sha256, "lab")
+    assert set(statement.files) >= {"install.sh", "metafleet.service", "etc/fleet.pub", "etc/device.toml"}
+    assert not [name for name in statement.files if name.startswith("home/")]
+    assert (root / "etc/metafleet/fleet.pub").read_text().strip() == SIGNING.signer.public
+    (folder / "lib/edge_agent/commands/cli.py").write_text("import evil")
+    with pytest.raises(FlashError, match=r"lib/edge_agent/commands/cli\.py differ"):
+        signed_program.check_installed(folder, verifier)
+    with pytest.raises(FlashError, match="is signed by key"):
+        signed_program.check_installed(folder, Verifier(Signer(bytes(32)).public))
+    (folder / program_statement.FILE).unlink()
+    with pytest.raises(StateError, match="cannot be read"):
+        signed_program.check_installed(folder, verifier)
 
 
 @pytest.mark.needs("tar", "gzip")
@@ -328,10 +352,10 @@ def test_what_was_installed_starts_the_agent_without_pip(made, tmp_path):
 
 
 def test_a_package_shows_no_secret_and_takes_plain_names_only(made):
-    shown = repr(device_package.make("kitchen", PI, made, {"token": TOKEN, "device.toml": b""}))
+    shown = repr(device_package.make("kitchen", PI, made, {"token": TOKEN, "device.toml": b""}, signing=SIGNING))
     assert TOKEN.decode() not in shown
     with pytest.raises(ConfigError, match="no plain name"):
-        device_package.make("kitchen", PI, made, {"../token": TOKEN})
+        device_package.make("kitchen", PI, made, {"../token": TOKEN}, signing=SIGNING)
 
 
 def test_the_installer_is_plain_posix_shell():

@@ -18,13 +18,15 @@ import pytest
 
 from firmware_profiles.package import device_package
 from firmware_profiles.package.board_needs import Machine
+from firmware_profiles.package.device_package import Signing
 from firmware_profiles.ssh import release as releases
 from firmware_profiles.ssh import remote_install, ssh_connection
 from firmware_profiles.ssh.release import Release, Setting
 from firmware_profiles.ssh.remote import Found, Remote, refuse
 from firmware_profiles.ssh.remote_install import Outcome
 from fleet_core.base.errors import FlashError
-from tests.support.loopback_board import DEAF, DIES, GOOD, USER, Board, make_program, until
+from fleet_core.protocol.signing import Signer
+from tests.support.loopback_board import DEAF, DIES, GOOD, SIGNING, USER, Board, make_program, until
 
 pytestmark = [pytest.mark.needs("sshd", "ssh", "unshare", "nsenter", "flock", "pkill"), pytest.mark.slow]
 
@@ -46,7 +48,7 @@ def a_release(folder: Path, version: str = "1.0-aaa", agent: str = GOOD, setting
               **home: bytes) -> Release:
     program = make_program(folder, version, agent)
     named = {"device.toml": settings, "enrol.token": b"secret", **home}
-    return releases.of(device_package.make("kitchen", a_machine(), program, named))
+    return releases.of(device_package.make("kitchen", a_machine(), program, named, signing=SIGNING))
 
 
 def flash(board: Board, release: Release, *, user: str = "root", told: list[str] | None = None, patience_s: int = 300,
@@ -203,8 +205,82 @@ def test_an_archive_with_a_link_or_a_name_that_a_shell_misreads_is_refused(tmp_p
         entry.type = kind
         with tarfile.open(tmp_path / "bad.tar.gz", "w:gz") as archive:
             archive.addfile(entry)
+        release = a_release(tmp_path)
+        bad = replace(release, program=replace(release.program, path=tmp_path / "bad.tar.gz"))
         with pytest.raises(FlashError, match="no plain file"):
-            assert replace(a_release(tmp_path), archive=tmp_path / "bad.tar.gz").content
+            assert bad.content
+
+
+# What the fleet's key has not signed is refused; the version that runs stays
+
+
+def test_the_first_flash_puts_the_fleets_key_in_place_and_the_program_can_be_checked(
+    board: Board, tmp_path: Path
+) -> None:
+    flash(board, a_release(tmp_path))
+    assert board.sh("cat /etc/metafleet/fleet.pub").strip() == SIGNING.signer.public
+    assert "every file is as the fleet lab signed it" in board.sh("/opt/metafleet/current/bin/edge-agent verify")
+    board.sh("echo evil >> /opt/metafleet/current/lib/same.py")
+    assert "lib/same.py differ" in board.sh("/opt/metafleet/current/bin/edge-agent verify")
+
+
+def test_a_program_of_another_fleet_is_refused_until_the_key_is_removed(board: Board, tmp_path: Path) -> None:
+    flash(board, a_release(tmp_path))
+    boot, other = online(board), Signing("attic", Signer(bytes(32)))
+    foreign = replace(a_release(tmp_path, "1.1-bbb"), signing=other)
+    with pytest.raises(FlashError, match=r"(?s)stays as it is: .*is signed by key.*sudo rm /etc/metafleet/fleet\.pub"):
+        flash(board, foreign)
+    assert (current(board), online(board), kept(board)) == ("1.0-aaa", boot, {"1.0-aaa"})
+    settings = replace(a_release(tmp_path, settings=DEVICE_TOML.replace(b"s.npz", b"t.npz")), signing=other)
+    with pytest.raises(FlashError, match="is signed by key"):
+        flash(board, settings)
+    assert "s.npz" in board.sh("cat /var/lib/metafleet/device.toml")
+    board.sh("rm /etc/metafleet/fleet.pub")
+    assert flash(board, foreign).changed
+
+
+@pytest.mark.parametrize(("signed", "words"), [
+    (lambda statement: statement.partition(b"\n")[2], "carries no Ed25519 signature"),
+    (lambda statement: statement.replace(b"older no", b"older yes"), "has a signature that does not match"),
+    (lambda statement: SIGNING.signer.sign(b"metafleet bundle 1\n{}"), "what is signed is no program"),
+])
+def test_a_program_with_a_missing_or_a_wrong_signature_is_refused(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: Callable[[bytes], bytes], words: str
+) -> None:
+    flash(board, a_release(tmp_path))
+    new = a_release(tmp_path, "1.1-bbb")
+    statement = new.statement
+    monkeypatch.setattr(Release, "statement", signed(statement))
+    with pytest.raises(FlashError, match=words):
+        flash(board, new)
+    assert (current(board), kept(board)) == ("1.0-aaa", {"1.0-aaa"})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_files_and_settings_that_are_not_those_that_were_signed_are_refused(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Hashes are compared on the first flash too, when no signature can be."""
+    if not first:
+        flash(board, a_release(tmp_path))
+    runs, new = current(board), a_release(tmp_path, "1.1-bbb")
+    with monkeypatch.context() as patch:
+        patch.setattr(Release, "statement", a_release(tmp_path, "1.2-ccc").statement)
+        with pytest.raises(FlashError, match="manifest is not what was signed"):
+            flash(board, new)
+    with monkeypatch.context() as patch:
+        patch.setattr(Release, "statement", new.statement)
+        with pytest.raises(FlashError, match="prepare is not what was signed"):
+            flash(board, replace(new, prepare="true\n"))
+    with monkeypatch.context() as patch:
+        sign = Release.sign_settings
+        patch.setattr(Release, "sign_settings", lambda self, run, data: sign(self, run, data + b"more"))
+        with pytest.raises(FlashError, match=r"settings\.tar is not what was signed"):
+            flash(board, new)
+        patch.setattr(Release, "sign_settings", lambda self, run, data: sign(self, "0" * 16, data))
+        with pytest.raises(FlashError, match="the settings of another run"):
+            flash(board, new)
+    assert current(board) == runs
 
 
 # Failure
@@ -237,9 +313,9 @@ def test_an_archive_that_is_damaged_while_it_is_sent_is_an_error(
 ) -> None:
     release = a_release(tmp_path)
     assert release.content.files
-    whole = release.archive.read_bytes()
+    whole = release.program.path.read_bytes()
     monkeypatch.setattr(Release, "content", release.content)
-    release.archive.write_bytes(whole[: len(whole) // 2])
+    release.program.path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(FlashError, match=r"tar\.gz: cannot be read"):
         flash(board, release)
     assert current(board) == ""

@@ -32,6 +32,8 @@ WORD = re.compile(rb"[A-Za-z_]{2,40}")
 CPU_S = 1.0
 ALARM_S = 100
 """libFuzzer's own limit, of seconds that pass: a machine may be busy."""
+FORKED = ["sh", "-c", '"$@" || exit', "sh"]
+"""Starts a program from a small process: Linux counts the memory of whoever starts a program as that program's peak."""
 
 
 def fuzz(target: str, corpus: Path, inputs: int, seconds: int = 0) -> None:
@@ -78,8 +80,9 @@ def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, 
     """What came of one parser: inputs, kept inputs, seconds, and the last lines of a failure."""
     corpus = folder / target
     child = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.run", "--child", target, "--corpus", str(corpus), "--inputs", str(inputs),
-         "--seconds", str(seconds)], capture_output=True, text=True, errors="replace", check=False,
+        [*FORKED, sys.executable, "-m", "tests.fuzz.run", "--child", target, "--corpus", str(corpus),
+         "--inputs", str(inputs), "--seconds", str(seconds)],
+        capture_output=True, text=True, errors="replace", check=False,
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )
     said = dict(re.findall(r"^stat::(\w+):\s+(\d+)", child.stderr, re.MULTILINE))

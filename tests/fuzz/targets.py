@@ -44,6 +44,7 @@ from fleet_core.protocol import (
     device_messages,
     enrolment_token,
     messages,
+    program_statement,
     round_messages,
     secure_messages,
     topics,
@@ -126,6 +127,11 @@ def _topic(data: bytes) -> object:
 
 def _ranges(data: bytes) -> object:
     return chunks.from_ranges(data.decode("utf-8", "replace"), 1 << 16)
+
+
+STATEMENT = program_statement.Statement(
+    "lab", "0.1.0-abc", "3.13", "aarch64", 1, "0" * 64, "0" * 64, 1, files={"install.sh": "0" * 64},
+)
 
 
 # Models and updates ---------------------------------------------------------------------------------------------------
@@ -273,6 +279,8 @@ TARGETS: dict[str, Target] = {
     **{f"codec-{name}": _payload(name) for name in registry.CODECS},
     "topic": Target(_topic, lambda: [b"fl1/fleet/d/dev/up/3/m", b"fl1/fleet/en/0"]),
     "ranges": Target(_ranges, lambda: [b"1-3,7", b""]),
+    "program-statement": Target(program_statement.parse, lambda: [STATEMENT.text()]),
+    "program-manifest": Target(program_statement.parse_manifest, lambda: [f"{'0' * 64}  bin/edge-agent\n".encode()]),
     "safetensors": Target(lambda data: storage.unpack(data), _safetensors),
     "bundle": Target(graph_bundle.unpack, lambda: [graph_bundle.pack(_plain())]),
     "train-graph": Target(

@@ -23,13 +23,18 @@ from pathlib import Path
 
 import pytest
 
+from firmware_profiles.package.device_package import Signing
 from firmware_profiles.package.program import Program, sha256_of
+from fleet_core.protocol.signing import Signer
 from tests.support import waiting
 from tests.support.brokers import free_port
 from tests.support.waiting import PATIENCE_S
 
 SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 USER = "pi"
+REPO = Path(__file__).parents[2]
+SIGNING = Signing("lab", Signer(bytes(range(32))))
+"""The key of the fleet that the devices of tests belong to."""
 
 SETUP = """set -e
 mkdir -p "$1/etc"
@@ -98,12 +103,16 @@ exit 1
 """
 
 
-GOOD = """#!/bin/sh
+CHECKS = f'''#!/bin/sh
+[ "$1" != verify ] || PYTHONPATH={REPO} exec {sys.executable} -m edge_agent.commands.cli "$@"
+'''
+"""Checks signatures as a real agent does."""
+GOOD = CHECKS + """
 echo "{\\"boot\\": \\"$$\\", \\"version\\": \\"VERSION\\"}" > /var/lib/metafleet/online.json
 exec sleep 1000
 """
-DEAF = "#!/bin/sh\nexec sleep 1000\n"
-DIES = "#!/bin/sh\nexit 1\n"
+DEAF = CHECKS + "exec sleep 1000\n"
+DIES = CHECKS + "exit 1\n"
 
 
 @dataclass(frozen=True)
@@ -209,6 +218,17 @@ def make_program(folder: Path, version: str, agent: str = GOOD) -> Program:
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     size = path.stat().st_size
     return Program(version, path, sha256_of(path), size, 0, python, platform.machine(), "a test", ())
+
+
+def random_program(folder: Path, size: int) -> Program:
+    """An agent program for a Raspberry Pi that is one file of noise; its archive has about ``size`` bytes."""
+    path = folder / "program.tar.gz"
+    with tarfile.open(path, "w:gz", compresslevel=0) as archive:
+        entry = tarfile.TarInfo("0.1.0-abc/lib/noise")
+        entry.size = size - 20_480  # what tar and gzip add
+        archive.addfile(entry, io.BytesIO(os.urandom(entry.size)))
+    made = path.stat().st_size
+    return Program("0.1.0-abc", path, sha256_of(path), made, made, "3.13", "aarch64", "a test", ())
 
 
 def until(true: Callable[[], object], what: str) -> None:

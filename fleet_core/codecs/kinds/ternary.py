@@ -14,7 +14,10 @@ from fleet_core.codecs.interface import Array, Arrays, Seed, Shapes
 from fleet_core.codecs.vector import divided, in_order, length, size
 
 THRESHOLD = 0.7
-PLACES = 3 ** np.arange(5, dtype=np.uint8)
+DIGITS = 5
+BYTES = 3**DIGITS
+SIGNS = (np.arange(BYTES)[:, None] // 3 ** np.arange(DIGITS) % 3 - 1).astype(np.int8)
+"""int8 [243, 5]: the signs that a byte stands for."""
 
 
 class Ternary(FramedCodec):
@@ -24,11 +27,11 @@ class Ternary(FramedCodec):
 
     def body(self, arrays: Arrays, seed: Seed) -> bytes:
         scales, signs = [], [np.zeros(0, np.int8)]
-        for array in in_order(arrays):
-            magnitude = np.abs(array.astype(np.float64)).ravel()
-            kept = (magnitude > 0) & (magnitude >= THRESHOLD * magnitude.mean()) if magnitude.size else magnitude > 0
-            scales.append(magnitude[kept].mean() if kept.any() else 0.0)
-            signs.append((np.sign(array).ravel() * kept).astype(np.int8))
+        for array in map(np.ravel, in_order(arrays)):
+            magnitude = np.abs(array)
+            kept = (magnitude > 0) & (magnitude >= THRESHOLD * _mean(magnitude))
+            scales.append(_mean(magnitude.compress(kept)))
+            signs.append(((array > 0) & kept).view(np.int8) - ((array < 0) & kept).view(np.int8))
         return np.asarray(scales, "<f4").tobytes() + _packed(np.concatenate(signs))
 
     def arrays(self, body: Reader, shapes: Shapes) -> dict[str, Array]:
@@ -44,20 +47,30 @@ class Ternary(FramedCodec):
         return length(arrays)
 
 
+def _mean(magnitude: Array) -> np.float64:
+    """In float64, 0 of none."""
+    return magnitude.astype(np.float64).mean() if magnitude.size else np.float64(0)
+
+
 def _packed(signs: Array) -> bytes:
-    digits = np.zeros(5 * _packed_bytes(len(signs)), np.uint8)
-    digits[: len(signs)] = signs + 1
-    packed: Array = (digits.reshape(-1, 5) * PLACES).sum(1, dtype=np.uint8)
+    digits = np.zeros((_packed_bytes(len(signs)), DIGITS), np.uint8)
+    digits.reshape(-1)[: len(signs)] = signs + 1
+    packed = digits[:, -1].copy()
+    for place in reversed(range(DIGITS - 1)):
+        packed *= 3
+        packed += digits[:, place]
     return packed.tobytes()
 
 
 def _unpacked(body: Reader, count: int) -> Array:
     packed = body.take("u1", _packed_bytes(count))
-    digits = (packed[:, None] // PLACES % 3).reshape(-1)
-    if (packed >= 243).any() or digits[count:].any():
+    if packed.size and packed.max() >= BYTES:
         raise CodecError("has a byte that is not five ternary digits")
-    return digits[:count].astype(np.int8) - np.int8(1)
+    signs = SIGNS.take(packed, axis=0).reshape(-1)
+    if (signs[count:] != -1).any():
+        raise CodecError("has a byte that is not five ternary digits")
+    return signs[:count]
 
 
 def _packed_bytes(count: int) -> int:
-    return (count + 4) // 5
+    return -(-count // DIGITS)

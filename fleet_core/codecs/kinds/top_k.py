@@ -78,9 +78,11 @@ def _largest_places(values: Array, kept: int) -> Array:
     if kept == len(values):
         return np.arange(kept)
     limit = np.partition(magnitude, len(values) - kept)[len(values) - kept]
-    above = np.flatnonzero(magnitude > limit)
-    equal = np.flatnonzero(magnitude == limit)[: kept - len(above)]
-    return np.sort(np.concatenate([above, equal]))
+    places = np.flatnonzero(magnitude >= limit)
+    if len(places) == kept:
+        return places
+    equal = np.flatnonzero(magnitude[places] == limit)
+    return np.delete(places, equal[kept - len(places):])
 
 
 # Rice code: quotients of the gaps in unary (zeros and a one), then remainders of ``_bits`` bits -----------------------
@@ -105,7 +107,9 @@ def rice_decode(body: Reader, kept: int, count: int) -> Array:
     if len(ends) != kept:
         raise CodecError(f"has {len(ends)} places", expected=str(kept))
     quotients = np.diff(ends, prepend=-1) - 1
-    gaps = (quotients << bits) + (remainders.astype(np.int64) << np.arange(bits)).sum(1)
+    gaps = quotients << bits
+    for bit in range(bits):
+        gaps += remainders[:, bit].astype(np.int64) << bit
     places = np.cumsum(gaps + 1) - 1
     if kept and places[-1] >= count:
         raise CodecError(f"has a value at place {places[-1]} of {count}")

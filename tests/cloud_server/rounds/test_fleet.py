@@ -1041,8 +1041,9 @@ def test_a_manifest_goes_under_zstd_until_a_device_comes_that_does_not_read_it(f
 @pytest.mark.slow
 def test_little_is_kept_in_memory_of_a_device(tmp_path):
     def roster(ledger: Ledger) -> Members:
-        return Members(ledger, everyone=True, cannot=lambda presence: None, audit=Recorder(tmp_path, time.time, print),
-                       clock=lambda: 0.0, now=lambda: 0.0, log=lambda line: None)
+        return Members(ledger, everyone=True, quarantined={}, cannot=lambda presence: None,
+                       audit=Recorder(tmp_path, time.time, print), clock=lambda: 0.0, now=lambda: 0.0,
+                       log=lambda line: None)
 
     def announce(known: Members, n: int) -> None:
         presence = Presence("on", f"boot{n}", methods=dict.fromkeys(METHODS, 1), codecs=tuple(CODECS), base="b")

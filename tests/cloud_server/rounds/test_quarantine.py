@@ -13,7 +13,7 @@ from cloud_server.devices import devices, fleet_status
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Round, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.rounds import reputation
+from cloud_server.rounds.quarantine import RELEASED, suspects
 from fleet_core.base.errors import ConfigError
 from tests.support.inprocess import World, config_text, without_fsync, world
 from tests.support.liars import lie, started
@@ -60,13 +60,12 @@ def test_who_is_named(tmp_path: Path) -> None:
         "half": "rcrcrcrcrcrc", "better": "rrrcccccccccc"[:12], "mostly": "ccrrcrrcrrcr",
     }
     with ledger(tmp_path, {name: list(text) for name, text in statuses.items()}) as made:
-        found = reputation.suspects(made)
+        found = suspects(made)
         assert set(found) == {"hostile", "clipped", "mostly"}
         assert found["hostile"] == "10 of its last 10 updates were refused or clipped away: why"
-        reputation.note_release(made, "hostile", 9)
-        reputation.note_release(made, "mostly", 12)
-        assert set(reputation.suspects(made)) == {"clipped", "hostile"}
-        assert reputation.suspects(made)["hostile"].startswith("3 of its last 3")
+        made.set_facts(**{RELEASED: json.dumps({"hostile": 9, "mostly": 12})})
+        assert set(suspects(made)) == {"clipped", "hostile"}
+        assert suspects(made)["hostile"].startswith("3 of its last 3")
 
 
 def test_an_operator_quarantines_a_device_that_status_names_and_releases_it(

@@ -14,7 +14,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Evaluation, Round
 from cloud_server.records.checkpoint import served_rounds
 from cloud_server.results.accuracy_drop import better_round
-from cloud_server.rounds.server_rule import FACT
+from cloud_server.rounds.decide_roll_back import FACT
 from fleet_core.base import trees
 from fleet_core.base.errors import StateError
 from fleet_core.base.trees import Params
@@ -168,3 +168,15 @@ def test_the_median_device_decides(
         assert better_round(ledger, 3, [1, 2, 3], 0.1) == found
 
 
+def test_while_no_round_opens_the_ledger_is_asked_for_requests_alone(tmp_path: Path) -> None:
+    w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta")
+    until_evaluated(w, 2)
+    assert w.pump(partial(closed, w, ROUNDS))
+    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")) == DEVICES)
+    w.pump(lambda: False, steps=20)
+    asked: list[str] = []
+    w.server.ledger._db.set_trace_callback(asked.append)
+    assert not w.pump(lambda: False, steps=200)
+    w.server.ledger._db.set_trace_callback(None)
+    assert {text for text in asked if text.startswith("SELECT")} == {"SELECT key, value FROM control ORDER BY key"}
+    w.close()

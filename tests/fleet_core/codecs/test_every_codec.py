@@ -107,6 +107,12 @@ def test_the_largest_values_arrive(name: str) -> None:
     assert decoded["body/kernel"][3, 1, 2] == pytest.approx(-5.0, rel=0.01)
 
 
+def test_of_equal_values_topk_sends_the_first() -> None:
+    values = np.array([1, -2, 1, 0, 2, -1, 1, 1, 0, 1], np.float32)
+    assert top_k._largest_places(values, 4).tolist() == [0, 1, 2, 4]
+    assert top_k._largest_places(values, 2).tolist() == [1, 4]
+
+
 def test_a_matrix_of_rank_two_arrives_to_bfloat16() -> None:
     rng = np.random.default_rng(0)
     flat = {**constant(0.0), "body/kernel": np.asarray(rng.normal(size=(12, 2)) @ rng.normal(size=(2, 12)), np.float32)}

@@ -1,17 +1,16 @@
-"""Bytes, operations, joules and evaluations of a round, from the counters that devices report."""
+"""What a round gets of the bytes, operations and joules that devices report. ``ledger_sums`` adds up what it got."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from cloud_server.figures.scores import confusion_accuracy, macro_f1
 from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from fleet_core.protocol import device_messages
-from fleet_core.protocol.device_messages import Evaluation, Report
+from fleet_core.protocol.device_messages import Report
 
 KINDS = {
     "model_down": ("model", "down"),
@@ -26,27 +25,15 @@ STARTS = 2
 N = TypeVar("N", int, float)
 
 
-class RoundCosts:
+class ReportedCosts:
     """Devices report counters that run since their start; a round gets the difference to the report before.
 
     The last counters of a device's last two starts are kept in the ledger, so that a report that comes twice, late or
-    out of order adds nothing twice. now: Unix seconds.
+    out of order adds nothing twice.
     """
 
-    def __init__(self, ledger: Ledger, now: Callable[[], float]):
-        self._ledger, self._now = ledger, now
-        self._seq = int(ledger.fact("seq") or "0")
-
-    @property
-    def seq(self) -> int:
-        """Of the newest manifest."""
-        return self._seq
-
-    def next_seq(self) -> int:
-        """max(last + 1, Unix ms), kept on disk: it rises even after a backup was restored."""
-        self._seq = max(self._seq + 1, int(self._now() * 1000))
-        self._ledger.set_facts(seq=str(self._seq))
-        return self._seq
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
 
     def report(self, device: str, report: Report) -> None:
         """Adds one report, all or nothing. What a power cut loses is in the device's next report."""
@@ -62,14 +49,6 @@ class RoundCosts:
             self._add_traffic(device, report, added)
             self._add_energy(device, report, added)
             self._add_usage(device, report, added)
-            if report.evaluated_round is not None:
-                for evaluation in report.evaluations:
-                    self._put_evaluation(device, report.evaluated_round, evaluation, report.new)
-                if (alone := report.alone) is not None:
-                    self._ledger.put(tables.Alone(
-                        round=report.evaluated_round, device=device, frequent=alone.frequent, method=alone.method,
-                        confusion=alone.confusion,
-                    ))
 
     def _add_traffic(self, device: str, report: Report, added: Mapping[str, float]) -> None:
         sums: dict[tuple[str, str], int] = {}
@@ -117,16 +96,6 @@ class RoundCosts:
             round=report.round, device=device, cpu_s=_both(known.cpu_s, added.get("cpu_s")),
             peak_mib=max(peaks, default=None), connected_s=_both(known.connected_s, added.get("connected_s")),
             retransmitted_bytes=_both(known.retransmitted_bytes, again),
-        ))
-
-    def _put_evaluation(self, device: str, round_number: int, evaluation: Evaluation, new: bool) -> None:
-        confusion = evaluation.confusion
-        accuracy, score = confusion_accuracy(confusion), macro_f1(confusion, classes_present_only=True)
-        if accuracy is None or score is None:
-            return  # no sample was evaluated
-        self._ledger.put(tables.Evaluation(
-            round=round_number, device=device, stage=evaluation.stage, method=evaluation.method, confusion=confusion,
-            accuracy=accuracy, macro_f1=score, new=new,
         ))
 
 

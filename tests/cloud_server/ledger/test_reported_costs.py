@@ -14,7 +14,7 @@ import pytest
 
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import VERSION, Device, Energy, Flops, Traffic, Usage
-from cloud_server.rounds.round_costs import RoundCosts
+from cloud_server.ledger.reported_costs import ReportedCosts
 from fleet_core.base.errors import MessageError
 from fleet_core.base.spread import Spread
 from fleet_core.protocol import device_messages, messages
@@ -44,7 +44,7 @@ def train(ledger: Ledger, round_number: int = 1) -> Energy:
 
 
 def test_a_round_gets_the_spread_of_what_it_added(ledger: Ledger) -> None:
-    costs = RoundCosts(ledger, lambda: 0.0)
+    costs = ReportedCosts(ledger)
     for joules in (4.0, 10.0, 10.0):
         costs.report("d0", reported(joules))
     costs.report("d0", reported(11.0, round_number=2))
@@ -53,12 +53,12 @@ def test_a_round_gets_the_spread_of_what_it_added(ledger: Ledger) -> None:
 
 
 def test_measured_joules_have_no_spread(ledger: Ledger) -> None:
-    RoundCosts(ledger, lambda: 0.0).report("d0", reported(4.0, None))
+    ReportedCosts(ledger).report("d0", reported(4.0, None))
     assert (train(ledger).measured, train(ledger).low, train(ledger).high) == (True, None, None)
 
 
 def test_an_agent_that_begins_to_model_within_a_round_makes_its_sum_modelled(ledger: Ledger) -> None:
-    costs = RoundCosts(ledger, lambda: 0.0)
+    costs = ReportedCosts(ledger)
     costs.report("d0", reported(4.0, None))
     costs.report("d0", reported(10.0))
     row = train(ledger)
@@ -66,7 +66,7 @@ def test_an_agent_that_begins_to_model_within_a_round_makes_its_sum_modelled(led
 
 
 def test_a_report_of_an_agent_of_the_version_before_has_joules_without_a_spread(ledger: Ledger) -> None:
-    costs = RoundCosts(ledger, lambda: 0.0)
+    costs = ReportedCosts(ledger)
     costs.report("d0", messages.decode(Report, json.dumps(OLD).encode()))
     assert (train(ledger).joules, train(ledger).low) == (4.0, None)
     costs.report("d0", reported(10.0))
@@ -81,7 +81,7 @@ def test_a_report_keeps_the_keys_that_the_version_before_reads() -> None:
 
 
 def test_the_reasons_are_those_of_the_last_report_that_speaks_of_joules(ledger: Ledger) -> None:
-    costs = RoundCosts(ledger, lambda: 0.0)
+    costs = ReportedCosts(ledger)
     costs.report("d0", reported(4.0, WIDE, 1, "radio: none", "compute: none"))
     costs.report("d0", Report(round=1, boot="x", want="chunks"))
     assert set(ledger.absent_energy()[None]) == {"radio: none", "compute: none"}
@@ -102,7 +102,7 @@ def usage_report(number: int, boot: str = "one", **figures: Any) -> Report:
 
 
 def test_a_round_gets_the_difference_and_the_largest_peak(ledger: Ledger) -> None:
-    costs = RoundCosts(ledger, lambda: 0.0)
+    costs = ReportedCosts(ledger)
     costs.report("d0", usage_report(1, cpu_s=2.0, peak_mib=80.0, connected_s=10.0, retransmitted=5))
     costs.report("d0", usage_report(1, cpu_s=3.0, peak_mib=90.0, connected_s=15.0, retransmitted=5))
     costs.report("d0", usage_report(2, cpu_s=7.0, peak_mib=90.0, connected_s=40.0, retransmitted=25))
@@ -115,7 +115,7 @@ def test_a_round_gets_the_difference_and_the_largest_peak(ledger: Ledger) -> Non
 
 
 def test_a_report_that_comes_twice_adds_nothing(ledger: Ledger) -> None:
-    costs = RoundCosts(ledger, lambda: 0.0)
+    costs = ReportedCosts(ledger)
     for _ in range(3):
         costs.report("d0", usage_report(1, cpu_s=2.0, connected_s=10.0))
     assert ledger.rows(Usage) == [Usage(round=1, device="d0", cpu_s=2.0, connected_s=10.0)]
@@ -123,7 +123,7 @@ def test_a_report_that_comes_twice_adds_nothing(ledger: Ledger) -> None:
 
 def test_a_report_of_an_older_agent_is_read_and_leaves_no_row(ledger: Ledger) -> None:
     old = b'{"round":1,"boot":"one","traffic":{"mqtt_up":5,"mqtt_down":6,"payload":{}},"flops":3.0}'
-    RoundCosts(ledger, lambda: 0.0).report("d0", messages.decode(Report, old))
+    ReportedCosts(ledger).report("d0", messages.decode(Report, old))
     assert ledger.rows(Usage) == []
     assert [row.mqtt_bytes for row in ledger.rows(Traffic)] == [6, 5]
     assert [row.flops for row in ledger.rows(Flops)] == [3.0]

@@ -1,0 +1,35 @@
+"""Evaluations in the ledger: what devices report of served models, and their accuracies by round."""
+
+from __future__ import annotations
+
+from cloud_server.figures.scores import confusion_accuracy, macro_f1
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Alone, Evaluation
+from fleet_core.protocol.device_messages import Report
+
+
+def record(ledger: Ledger, device: str, report: Report) -> None:
+    """Writes the evaluations of a report, if it has any. One of no samples is left out."""
+    if report.evaluated_round is None:
+        return
+    for one in report.evaluations:
+        accuracy, score = confusion_accuracy(one.confusion), macro_f1(one.confusion, classes_present_only=True)
+        if accuracy is not None and score is not None:
+            ledger.put(Evaluation(
+                round=report.evaluated_round, device=device, stage=one.stage, method=one.method,
+                confusion=one.confusion, accuracy=accuracy, macro_f1=score, new=report.new,
+            ))
+    if (alone := report.alone) is not None:
+        ledger.put(Alone(
+            round=report.evaluated_round, device=device, frequent=alone.frequent, method=alone.method,
+            confusion=alone.confusion,
+        ))
+
+
+def accuracies(ledger: Ledger, within: range) -> dict[int, dict[str, float]]:
+    """Round -> accuracy of each device that trains, after personalization where it has one."""
+    found: dict[int, dict[str, float]] = {}
+    for number, device, stage, new, accuracy in ledger.accuracies(within):
+        if not new and (stage == "after" or device not in found.get(number, {})):
+            found.setdefault(number, {})[device] = accuracy
+    return found

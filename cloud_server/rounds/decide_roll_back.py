@@ -1,0 +1,70 @@
+"""Decides between two rounds whether training goes back to an earlier served model, and takes it there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from cloud_server.broadcast.served_model import ServedModels
+from cloud_server.ledger import disk_errors
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.records.checkpoint import Checkpoints
+from cloud_server.results import accuracy_drop
+from cloud_server.rounds.server_rule import RuleState
+from fleet_core.base.errors import StateError
+
+REQUEST, FACT = "roll_back", "rolled_back"
+"""Of the ledger: the round to go back to; {"from": the last closed round then, "to", "why"} of the last time."""
+
+
+class RollBacks:
+    """Training goes back if an operator asked for it, or if the newest served model costs the devices accuracy. limit:
+    what the median device may lose; 0 to leave it to operators."""
+
+    def __init__(
+        self, ledger: Ledger, rule: RuleState, checkpoints: Checkpoints, served: ServedModels, *, limit: float,
+        log: Callable[[str], None],
+    ):
+        self._ledger, self._rule, self._checkpoints, self._served = ledger, rule, checkpoints, served
+        self._limit, self._log = limit, log
+        self._asked: str | None = None
+        self._compared = 0  # the last closed round after which evaluations were compared
+
+    def request(self, to: str) -> None:
+        """An operator's request, which stays in the ledger until it is decided. to: a round's number."""
+        self._asked = to
+
+    def go_back_if_due(self, *, last: bool) -> None:
+        """last: no further round opens."""
+        asked, self._asked = self._asked, None
+        due = self._worse_model() if asked is None else (int(asked), "an operator asked for it")
+        if due is not None:
+            self._go_back(*due, last=last)
+        if asked is not None:
+            self._ledger.remove_request(REQUEST, asked)
+
+    def _go_back(self, to: int, why: str, *, last: bool) -> None:
+        number = self._rule.checkpoint.round
+        try:
+            self._rule.roll_back(to)
+        except StateError as error:
+            if disk_errors.is_disk_error(error):
+                raise
+            return self._log(f"training does not go back to round {to}: {error}")
+        self._served.serve(self._rule.checkpoint, last=last)
+        self._ledger.set_facts(**{FACT: json.dumps({"from": number, "to": to, "why": why})})
+        self._log(f"training goes on from the model of round {to}: {why}")
+
+    def _worse_model(self) -> tuple[int, str] | None:
+        """(round to go back to, why), looked for once after each round. A model that was gone back to stays."""
+        number, served = self._rule.checkpoint.round, self._served.reference
+        if not self._limit or served is None or self._compared == number:
+            return None
+        self._compared, before = number, json.loads(self._ledger.fact(FACT) or '{"from": 0}')
+        found = accuracy_drop.better_round(
+            self._ledger, served.round, self._checkpoints.served_rounds(), self._limit
+        )
+        if found is None or served.round <= before["from"]:
+            return None
+        to, lost = found
+        return to, f"with the one of round {served.round} the median device lost {100 * lost:.1f} points of accuracy"
