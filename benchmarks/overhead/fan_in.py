@@ -52,7 +52,7 @@ from fleet_core.base.storage import write_json
 from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Connected, Message, Will
-from fleet_core.link.mqtt_connection import Address, Session, Settings
+from fleet_core.link.mqtt_connection import Address, Session, Settings, Subscription
 from fleet_core.model import graph_bundle, payloads
 from fleet_core.protocol import cohort, device_messages, messages, topics
 from fleet_core.protocol.chunks import Blob
@@ -142,7 +142,8 @@ class Device:
     def _on_connected(self) -> None:
         self.seen["connected"] += 1
         assert self.session is not None
-        self.session.subscribe(dict.fromkeys((topics.current(FLEET), topics.down(FLEET, self.name)), 1))
+        wanted = (topics.current(FLEET), topics.down(FLEET, self.name))
+        self.session.subscribe(dict.fromkeys(wanted, Subscription(1, as_published=False)))
         self._heard = False
         self._announce()
 

@@ -2,5 +2,5 @@
 
 ``private_broker`` starts mosquitto or the embedded amqtt (``embedded``), ``mosquitto_config`` writes mosquitto's
 configuration, ``requirements`` checks a broker's limits. ``publisher`` publishes retained chunks and manifests,
-``server_messages`` sends presence and answers to devices.
+``server_messages`` sends presence and answers to devices, ``left_messages`` clears what devices leave at the broker.
 """

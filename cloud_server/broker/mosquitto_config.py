@@ -24,7 +24,7 @@ OPERATORS = tuple(f".operator-{n}" for n in range(32))
 """Names for certificates. No device can have one, because a device's name has no dot. There are several for operators
 because a broker keeps one connection per name."""
 PORT, ENROLMENT_PORT = 8883, 8884
-
+# The largest chunk (link.chunk_bytes) is 16 MiB; mosquitto's own limit for a packet is 256 MiB.
 # Retained messages are saved at a normal stop and after every 100 changes. Each save rewrites the whole store: saving
 # after every change would write a model's chunks hundreds of times. The aggregator publishes again what a killed broker
 # lost. The queue has an explicit limit because with 0 (no limit) mosquitto dropped messages.
@@ -34,6 +34,7 @@ persistence_location {data}/
 autosave_on_changes true
 autosave_interval 100
 max_queued_messages 4000
+max_packet_size 16781312
 set_tcp_nodelay true
 sys_interval 0
 log_dest stderr
@@ -116,9 +117,9 @@ def access(fleet: str, denied: Iterable[str]) -> str:
     """The access list of the fleet's port. A revoked device is denied everything, because at a SIGHUP the access list
     also applies to connected clients, while crl.pem is checked at the next connect only."""
     top = f"{ROOT}/{fleet}"
-    writes = ("r/#", "b/#", "srv", "alert/+", "a/+/dn", "en/+/ans")
-    reads = ("r/#", "b/#", "a/+/st", "a/+/rep", "a/+/up/#", "en/+/req")
-    own = ("up/#", "st", "rep", "an/#")
+    own = ("up/+/+", "st", "rep", "an/+")
+    writes = ("r/#", "b/#", "srv", "alert/+", "a/+/dn", "en/+/ans", *(f"a/+/{t}" for t in own))  # own: to clear
+    reads = ("r/#", "b/#", "en/+/req", *(f"a/+/{t}" for t in own))
     lines = [f"user {AGGREGATOR}"]
     lines += [*(f"topic write {top}/{t}" for t in writes), *(f"topic read {top}/{t}" for t in reads)]
     for name in OPERATORS:

@@ -92,15 +92,17 @@ class Coordinator:
                     if said != self.broker_said:  # every attempt to connect fails alike
                         self._log(f"broker: {said}")
                     self.broker_said = said
-                case Message(topic, payload):
-                    self._guarded(topic, payload)
+                case Message(topic, payload, retain):
+                    self._guarded(topic, payload, retain)
                 case Denied(topic, reason):
                     self._log(f"broker: {topic} denied: {reason}")
+                    self._parts.left.denied(topic)
         self._requests()
         self._parts.receiver.tick()
         if self.link.connected:
             self._go_on()
         self._parts.publisher.tick()
+        self._parts.left.tick()
         return bool(events)
 
     def _go_on(self) -> None:
@@ -166,9 +168,9 @@ class Coordinator:
         self._parts.messages.announce("off")
         self.link.close()
 
-    def _guarded(self, topic: str, payload: bytes) -> None:
+    def _guarded(self, topic: str, payload: bytes, retain: bool) -> None:
         try:
-            self._device_messages.on_message(topic, payload)
+            self._device_messages.on_message(topic, payload, retain=retain)
         except FleetError as error:
             if disk_errors.is_disk_error(error):
                 raise
@@ -180,7 +182,8 @@ class Coordinator:
         self.broker_said = ""
         requirements.check_packets(self.fleet, limit_bytes)
         self._connected_at = self._clock()
-        self.link.subscribe(*topics.from_devices(self.name))
+        self.link.subscribe(*topics.from_devices(self.name), as_published=True)
+        self._parts.left.connected()
         self._parts.messages.announce("on")
         self._parts.publisher.reconnected()
 
@@ -218,6 +221,7 @@ class Coordinator:
         self._members.revoke(name)
         if self._members.revoked(name):
             self._device_messages.tell_revoked(name, self._members.boot(name))  # before the broker denies it everything
+        self._parts.left.forget(name)
         self._parts.enrolments.revoke(name, asked_at)
         self._parts.receiver.drop(name)
 

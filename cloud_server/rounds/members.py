@@ -138,6 +138,11 @@ class Members:
         """Enrolled devices that are not on."""
         return [name for name, known in self._devices.items() if known.enrolled and known.state != "on"]
 
+    def off_for(self, seconds: float) -> set[str]:
+        """Devices that have been off for longer."""
+        rows = self._ledger.rows(Device, state="off", status="enrolled")
+        return {row.name for row in rows if row.last_seen is not None and self._now() - row.last_seen > seconds}
+
     @property
     def listening(self) -> int:
         """How many enrolled devices are on."""

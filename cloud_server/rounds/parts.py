@@ -12,6 +12,7 @@ from cloud_server.broadcast.open_round import Rounds
 from cloud_server.broadcast.round_arrays import RoundArrays
 from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.broadcast.served_model import ServedModels
+from cloud_server.broker.left_messages import LeftMessages
 from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
 from cloud_server.identity.audit_log import Recorder
@@ -73,6 +74,7 @@ class Parts:
     budget: Budget
     privacy: PrivacyBudget
     secure: SecureRounds
+    left: LeftMessages
 
 
 def assemble(
@@ -148,4 +150,8 @@ def assemble(
             private=lambda: privacy.over,
         ),
         privacy=privacy, secure=secure,
+        left=LeftMessages(
+            settings.name, link, revoked=members.revoked, off_for=members.off_for, refused=audit.refused, clock=clock,
+            log=log,
+        ),
     )

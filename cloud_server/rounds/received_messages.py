@@ -28,8 +28,10 @@ class DeviceMessages:
         self._read_requests, self._log = read_requests, log
         self._ledger, self._fleet = parts.ledger, parts.fleet.config.fleet.name
 
-    def on_message(self, topic: str, payload: bytes) -> None:
-        """Raises FleetError for a message that is refused."""
+    def on_message(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        """Raises FleetError for a message that is refused. retain: whether it is at the broker now."""
+        if retain and payload and self._parts.left.retained(topic):
+            return
         address = topics.parse(self._fleet, topic)
         if address is None or not payload:
             return
@@ -38,6 +40,8 @@ class DeviceMessages:
             return self._parts.enrolments.on_request(address.key, payload)
         if not address.device:
             return self._parts.publisher.heard(topic, payload)
+        if address.kind == "an":
+            return
         name = address.device
         if address.kind == "st":
             return self._on_presence(name, messages.decode(Presence, payload))

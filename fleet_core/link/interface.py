@@ -19,7 +19,8 @@ MAX_TOPIC_BYTES = 65_535
 
 @dataclass(frozen=True)
 class Message:
-    """A message on a subscription. retain: whether it was stored before the subscription was made."""
+    """A message on a subscription. retain: whether it was stored before the subscription was made; on a subscription
+    with ``as_published`` also whether its publisher asked the broker to store it."""
 
     topic: str
     payload: bytes
@@ -88,8 +89,9 @@ class Link(Protocol):
         """Sends a message. Raises LinkError when the link is offline or full, or the message is over a limit of the
         broker."""
 
-    def subscribe(self, *filters: str, qos: int = 1) -> None:
-        """Subscribes now and after every reconnect, at ``qos`` or less; retained messages arrive (again)."""
+    def subscribe(self, *filters: str, qos: int = 1, as_published: bool = False) -> None:
+        """Subscribes now and after every reconnect, at ``qos`` or less; retained messages arrive (again). as_published:
+        messages keep the mark that they are to be retained (MQTT 5.0, section 3.8.3.1; 3.1.1 cannot)."""
 
     def unsubscribe(self, *filters: str) -> None:
         """Ends subscriptions."""

@@ -52,7 +52,8 @@ class LoopbackBroker:
             self.retained.pop(topic, None)
         for link in list(self._links.values()):
             if any(matches(pattern, topic) for pattern in link.filters):
-                self._deliver(link, Message(topic, payload, retain=False))
+                marked = retain and any(link.filters[p] for p in link.filters if matches(p, topic))
+                self._deliver(link, Message(topic, payload, retain=marked))
 
     def kill(self, client_id: str) -> None:
         """Simulates the death of the client's process: its will is published; it reconnects only after ``open``."""
@@ -112,7 +113,7 @@ class LoopbackLink:
         self.client_id = client_id
         self.will = will
         self.counters = ByteCounters(wire=False)
-        self.filters: dict[str, None] = {}
+        self.filters: dict[str, bool] = {}  # filter -> as_published
         self.inbox: deque[Event] = deque()
         self.opened = False
         self.connected = False
@@ -143,10 +144,10 @@ class LoopbackLink:
         self.counters.mqtt_sent += len(topic.encode()) + len(payload)
         self._broker.publish(topic, payload, retain=retain)
 
-    def subscribe(self, *filters: str, qos: int = 1) -> None:
+    def subscribe(self, *filters: str, qos: int = 1, as_published: bool = False) -> None:
         for pattern in filters:
             check_filter(pattern)
-        self.filters.update(dict.fromkeys(filters))
+        self.filters.update(dict.fromkeys(filters, as_published))
         if self.connected:
             self._broker.replay(self, filters)
 

@@ -21,7 +21,7 @@ from fleet_core.base.errors import ConfigError, LinkError
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.host_names import is_loopback
 from fleet_core.link.interface import Disconnected, Event, Will, check_filter, check_topic
-from fleet_core.link.mqtt_connection import Address, Session, Settings
+from fleet_core.link.mqtt_connection import Address, Session, Settings, Subscription
 from fleet_core.link.paho_client import describe
 
 BACKOFF_FIRST_S = 0.2
@@ -86,7 +86,7 @@ class MqttLink:
         self._version = protocol or 5
         self._max_queued = max_queued
         self._events: deque[Event] = deque()
-        self._filters: dict[str, int] = {}
+        self._filters: dict[str, Subscription] = {}
         self._session: Session | None = None
         self._subscribed = False
         self._opened = False
@@ -134,12 +134,13 @@ class MqttLink:
             raise LinkError(f"{self._max_queued} publishes are unacknowledged", where=self._url, hint="poll first")
         session.publish(topic, payload, retain, qos)
 
-    def subscribe(self, *filters: str, qos: int = 1) -> None:
+    def subscribe(self, *filters: str, qos: int = 1, as_published: bool = False) -> None:
         for pattern in filters:
             check_filter(pattern)
-        self._filters.update(dict.fromkeys(filters, qos))
+        wanted = dict.fromkeys(filters, Subscription(qos, as_published))
+        self._filters.update(wanted)
         if self._session is not None and self._subscribed:
-            self._session.subscribe(dict.fromkeys(filters, qos))
+            self._session.subscribe(wanted)
 
     def unsubscribe(self, *filters: str) -> None:
         known = [pattern for pattern in filters if self._filters.pop(pattern, None) is not None]

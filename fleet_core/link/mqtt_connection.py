@@ -20,6 +20,7 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
+from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from fleet_core.link.byte_counters import ByteCounters
 from fleet_core.link.interface import Connected, Denied, Event, Message, Will
@@ -33,6 +34,13 @@ UNSUPPORTED_VERSION, KEEPALIVE_TIMEOUT = 0x84, 0x8D  # reason codes of MQTT 5; p
 SKIPPED_S = 10.0  # a publish this much older than an acknowledged one is given up
 FAREWELL_S = 1.0  # for the broker to close the connection after DISCONNECT
 NO_RETAINED = "no retained messages"
+
+
+class Subscription(NamedTuple):
+    """as_published: whether messages keep the mark that they are to be retained."""
+
+    qos: int
+    as_published: bool
 
 
 class Address(NamedTuple):
@@ -172,14 +180,19 @@ class Session:
         self._queue.append(_Outgoing(topic, payload, retain, qos))
         self._send_queued()
 
-    def subscribe(self, filters: Mapping[str, int]) -> None:
-        """``filters``: filter -> QoS."""
-        items = list(filters.items())
+    def subscribe(self, filters: Mapping[str, Subscription]) -> None:
+        items = [(pattern, self._options(wanted)) for pattern, wanted in filters.items()]
         for start in range(0, len(items), FILTERS_AT_ONCE):
             batch = items[start : start + FILTERS_AT_ONCE]
             _, identifier = self._client.subscribe(batch)
             if identifier is not None:
                 self._subscribing[identifier] = [pattern for pattern, _ in batch]
+
+    def _options(self, wanted: Subscription) -> Any:
+        """As paho takes them for the session's version."""
+        if self._version == 5:
+            return SubscribeOptions(qos=wanted.qos, retainAsPublished=wanted.as_published)
+        return wanted.qos
 
     def unsubscribe(self, filters: list[str]) -> None:
         self._client.unsubscribe(filters)

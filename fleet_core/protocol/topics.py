@@ -99,6 +99,12 @@ def from_devices(fleet: str) -> tuple[str, ...]:
     return (f"{device}/st", f"{device}/rep", f"{device}/up/+/+", enrolment_request(fleet, "+"))
 
 
+def not_retained(fleet: str) -> tuple[str, ...]:
+    """Filters for what devices send and may not leave at the broker."""
+    device = f"{ROOT}/{fleet}/a/+"
+    return (f"{device}/rep", f"{device}/up/+/+", f"{device}/an/+")
+
+
 @dataclass(frozen=True)
 class Address:
     """A parsed topic. kind: the topic's own word, such as ``st`` or ``up``. Parts that a topic lacks are empty."""
@@ -130,6 +136,15 @@ def parse(fleet: str, topic: str) -> Address | None:
         case ["a", device, "up", round_text, part] if NAME.fullmatch(device) and _number(round_text):
             return Address("up", device=device, key=round_text, part=part)
     return None
+
+
+def sender(fleet: str, topic: str) -> tuple[str, str]:
+    """The device below whose topics this one is, and the next level (``st``, ``up``), even if the rest is no topic of
+    the protocol. Empty texts for other topics."""
+    match topic.split("/"):
+        case [top, name, "a", device, kind, *_] if top == ROOT and name == fleet and NAME.fullmatch(device):
+            return device, kind
+    return "", ""
 
 
 def number(text: str) -> int | None:

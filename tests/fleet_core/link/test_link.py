@@ -225,6 +225,23 @@ def test_what_is_retained_comes_with_the_subscription_until_it_is_cleared(stage:
     assert len(seen) == 4
 
 
+def test_a_subscription_may_ask_which_messages_are_retained_as_they_come(stage: Stage) -> None:
+    writer, reader = opened(stage, "writer"), RecordingLink(stage.link("reader"))
+    reader.link.subscribe("plain/#")
+    reader.link.subscribe("marked/#", as_published=True)
+    reader.link.open()
+    until(lambda: reader.of(Connected), reader)
+    fence(writer, reader, "marked/0")
+    for topic in ("marked/1", "plain/1"):
+        writer.link.publish(topic, b"1", retain=True)
+    fence(writer, reader, "marked/end")
+    until(lambda: "plain/1" in reader.topics(), reader, writer)
+    seen = {m.topic: m.retain for m in reader.of(Message)}
+    assert not seen["marked/end"]
+    assert not seen["plain/1"]
+    assert seen["marked/1"] == any(event.mqtt_version == 5 for event in reader.of(Connected)), "3.1.1 cannot"
+
+
 def test_after_unsubscribing_nothing_comes(stage: Stage) -> None:
     writer, reader = opened(stage, "writer"), opened(stage, "reader", "x/#", "end/#")
     fence(writer, reader, "x/1")
