@@ -1,9 +1,9 @@
 """An HTTP/1.1 server for one device: a thread per connection, and a limit on everything that a client can use.
 
-There are limits on the connections, on the size of heads, bodies and all bodies together, on the time that each may
-take to arrive, on the time without a request, and on the time to receive a response. When all connections are taken, a
-new client gets the place of the one that has been silent or slow for longest, of the address that has most of them.
-With ``tls`` it speaks HTTPS.
+There are limits on the connections, on each client's requests, on the size of heads, bodies and all bodies together, on
+the time that each may take to arrive, on the time without a request, and on the time to receive a response. When all
+connections are taken, a new client gets the place of the one that has been silent or slow for longest, of the address
+that has most of them. With ``tls`` it speaks HTTPS.
 
 ``stop`` finishes the requests in progress and closes idle connections at once.
 """
@@ -18,8 +18,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from edge_agent.http.client_limits import Budget, Limits, RequestRates
 from edge_agent.http.http_messages import (
     CONTINUE,
     MAX_HEAD_BYTES,
@@ -39,22 +39,6 @@ ACCEPT_S = 1.0
 LINGER_S, LINGER_BYTES = 1.0, 1 << 20
 
 
-@dataclass(frozen=True)
-class Limits:
-    """connections: at the same time. body_bytes: of one request. bodies_bytes: of all requests in progress. head_s,
-    body_s, send_s: for the whole head, body and response. idle_s: between requests. stop_s: for the requests in
-    progress when the server stops."""
-
-    connections: int = 64
-    body_bytes: int = 16 << 20
-    bodies_bytes: int = 32 << 20
-    head_s: float = 10.0
-    body_s: float = 30.0
-    send_s: float = 30.0
-    idle_s: float = 60.0
-    stop_s: float = 10.0
-
-
 class Ended(Exception):
     """The connection has ended: the client closed it or was silent for too long, or the server stops."""
 
@@ -72,7 +56,7 @@ class HttpServer:
         self._listener = _listener(host, port)
         self._listener.settimeout(ACCEPT_S)
         self.host, self.port = host, int(self._listener.getsockname()[1])
-        self._bodies = Budget(self.limits.bodies_bytes)
+        self._bodies, self._rates = Budget(self.limits.bodies_bytes), RequestRates(self.limits.requests_per_s)
         self._changed = threading.Condition()
         self._connections: set[Connection] = set()
         self._stopping = threading.Event()
@@ -118,7 +102,9 @@ class HttpServer:
             self._take(peer)
 
     def _take(self, peer: socket.socket) -> None:
-        connection = Connection(peer, self._answer, self.limits, self._bodies, self._log, self._stopping, self._tls)
+        connection = Connection(
+            peer, self._answer, self.limits, self._bodies, self._rates, self._log, self._stopping, self._tls
+        )
         with self._changed:
             if len(self._connections) >= self.limits.connections:
                 self._end_slowest()
@@ -171,35 +157,17 @@ def _address(peer: socket.socket) -> str:
         return ""
 
 
-class Budget:
-    """The bytes that the bodies of all connections may have together."""
-
-    def __init__(self, size: int):
-        self._left, self._lock = size, threading.Lock()
-
-    def take(self, size: int) -> None:
-        """Raises Refused if fewer are left."""
-        with self._lock:
-            if size > self._left:
-                raise Refused(503, "too many bytes are being received at the moment", {"Retry-After": "1"})
-            self._left -= size
-
-    def give(self, size: int) -> None:
-        with self._lock:
-            self._left += size
-
-
 class Connection:
     """One client's requests, one after the other."""
 
     def __init__(
         self, peer: socket.socket, answer: Callable[[Request], Response], limits: Limits, bodies: Budget,
-        log: Callable[[str], None], stopping: threading.Event, tls: ssl.SSLContext | None = None,
+        rates: RequestRates, log: Callable[[str], None], stopping: threading.Event, tls: ssl.SSLContext | None = None,
     ):
         self.address = _address(peer)
         self._tls = tls
         self._peer, self._answer, self._limits, self._bodies = peer, answer, limits, bodies
-        self._log, self._stopping = log, stopping
+        self._rates, self._log, self._stopping = rates, log, stopping
         self._buffer = bytearray()
         self.waits_since = time.monotonic()
         """Since when the client has been taking an answer or sending a request; infinite while an answer is made."""
@@ -267,6 +235,7 @@ class Connection:
         """Reads a request and sends the response; False if the connection then ends."""
         try:
             head = self._read_head()
+            self._rates.take(self.address)
             length = body_length(head, self._limits.body_bytes)
             self._bodies.take(length)
         except Refused as refused:

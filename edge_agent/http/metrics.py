@@ -13,8 +13,9 @@ from pathlib import Path
 
 from edge_agent.device.process_usage import ProcessUsage
 from edge_agent.http.access import Access
+from edge_agent.http.client_limits import Limits
 from edge_agent.http.http_messages import Refused, Request, Response, as_error
-from edge_agent.http.http_server import HttpServer, Limits
+from edge_agent.http.http_server import HttpServer
 from fleet_core.board.device_settings import Metrics
 from fleet_core.link.bearer_token import token_in
 from fleet_core.link.host_names import is_ours, of_this_machine

@@ -6,6 +6,7 @@ changes that ``edge-agent run`` or ``edge-agent personalize`` makes there.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent.http.access import CERTIFICATE, TOKEN, access_of
+from edge_agent.http.client_limits import Limits
 from edge_agent.http.http_server import HttpServer
 from edge_agent.http.inference_protocol import Facts, InferenceProtocol
 from edge_agent.inference.service import Service, service_of
@@ -26,6 +28,8 @@ from fleet_core.link.host_names import is_loopback, of_this_machine
 from fleet_core.protocol.device_messages import Answer
 
 CHECK_S = 0.5
+BEYOND_PER_S = 50.0
+"""Requests of a client beyond this machine, unless device.toml says how many."""
 
 
 class ServedModel:
@@ -67,7 +71,9 @@ def start(home: Path, settings: Settings, service: Service, log: Callable[[str],
     names = of_this_machine(settings.device.name, *address.names)
     access = access_of(home, address, names)
     protocol = InferenceProtocol(ServedModel(name, service), names, access.check)
-    server = HttpServer(protocol.answer, address.host, address.port, tls=access.tls, log=log).start()
+    rate = address.requests_per_s or (math.inf if is_loopback(address.host) else BEYOND_PER_S)
+    limits = Limits(requests_per_s=rate)
+    server = HttpServer(protocol.answer, address.host, address.port, limits=limits, tls=access.tls, log=log).start()
     log(f"answers at {server.url}/v2/models/{name}")
     if access.token is not None:
         log(f"a client needs the token in {home / (address.token or TOKEN)}"

@@ -116,7 +116,8 @@ class Serve:
 
     Beyond this machine a client needs TLS and a token (``edge_agent.http.access``), unless ``open`` allows plain HTTP
     to everyone. token, certificate, key: files relative to the device's home; on this machine nothing is asked for
-    unless they are set.
+    unless they are set. requests_per_s: of one client's address, on average; left out: as many as it sends on this
+    machine, 50 beyond it.
 
     unknown: mark samples that are far from all known samples. unknown_quantile: the share of the device's own samples
     that should count as known. worse_by: a new model, another personalization or more labelled samples are rejected
@@ -130,6 +131,7 @@ class Serve:
     token: str | None = None
     certificate: str | None = None
     key: str | None = None
+    requests_per_s: float | None = field(default=None, metadata={"above": 0})
     unknown: bool = False
     unknown_quantile: float = field(default=0.95, metadata={"above": 0, "max": 1})
     worse_by: float = field(default=0.1, metadata={"min": 0, "max": 1})

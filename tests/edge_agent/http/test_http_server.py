@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edge_agent.http.http_messages import Request, Response
-from edge_agent.http.http_server import Budget, Connection, HttpServer, Limits
+from edge_agent.http.client_limits import ADDRESSES, Budget, Limits, RequestRates
+from edge_agent.http.http_messages import Refused, Request, Response
+from edge_agent.http.http_server import Connection, HttpServer
 from fleet_core.base.errors import LinkError
 from tests.support.waiting import PATIENCE_S
 
@@ -340,7 +341,8 @@ def test_a_connection_whose_response_ends_while_the_server_stops_waits_for_no_fu
     stopping.set()
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
         peer, _ = listener.accept()
-        connection = Connection(peer, echo, replace(SMALL, idle_s=PATIENCE_S), Budget(1), print, stopping)
+        limits, rates = replace(SMALL, idle_s=PATIENCE_S), RequestRates(1.0)
+        connection = Connection(peer, echo, limits, Budget(1), rates, print, stopping)
         serving = threading.Thread(target=connection.serve, daemon=True)
         serving.start()
         serving.join(PATIENCE_S / 10)
@@ -370,3 +372,48 @@ def test_a_port_that_is_in_use_is_an_error(server: HttpServer, echo: Echo) -> No
 def test_it_listens_on_loopback_only_by_default(server: HttpServer) -> None:
     assert server.host == "127.0.0.1"
     assert server.url == f"http://127.0.0.1:{server.port}"
+
+
+def test_a_client_that_asks_too_often_is_told_to_wait_and_the_others_are_not() -> None:
+    now = [0.0]
+    rates = RequestRates(2.0, clock=lambda: now[0])
+    for _ in range(10):
+        rates.take("a")
+    with pytest.raises(Refused, match="more than 2 requests a second") as refused:
+        rates.take("a")
+    assert (refused.value.status, refused.value.headers["Retry-After"]) == (429, "1")
+    rates.take("b")
+    now[0] = 0.5
+    rates.take("a")
+    with pytest.raises(Refused):
+        rates.take("a")
+    now[0] = 100.0
+    for _ in range(10):
+        rates.take("a")
+    with pytest.raises(Refused):
+        rates.take("a")
+
+
+def test_the_clients_that_were_silent_for_longest_are_forgotten() -> None:
+    rates = RequestRates(0.1, clock=lambda: 0.0)
+    for number in range(ADDRESSES + 1):
+        rates.take(str(number))
+    rates.take("0")
+    with pytest.raises(Refused):
+        rates.take(str(ADDRESSES))
+
+
+def test_a_request_too_many_is_answered_with_its_status(echo: Echo, lines: list[str]) -> None:
+    server = HttpServer(echo, limits=Limits(requests_per_s=0.2), log=lines.append).start()
+    try:
+        with contextlib.closing(http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE_S)) as client:
+            said = []
+            for _ in range(2):
+                client.request("GET", "/x")
+                answer = client.getresponse()
+                said.append((answer.status, answer.read()))
+        assert said[0][0] == 200
+        assert said[1][0] == 429
+        assert b"requests a second" in said[1][1]
+    finally:
+        server.stop()

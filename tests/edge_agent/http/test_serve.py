@@ -26,8 +26,9 @@ from benchmarks.on_device import asking, swap
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.http import access, serve
+from edge_agent.http.client_limits import Limits
 from edge_agent.http.http_messages import Response
-from edge_agent.http.http_server import HttpServer, Limits
+from edge_agent.http.http_server import HttpServer
 from edge_agent.inference import relearn
 from edge_agent.inference.service import Service, service_of
 from fleet_core.algorithms.methods.registry import METHODS
