@@ -16,15 +16,15 @@ from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import ModelRef
 
 LINK_BYTES = 270
-"""What a link costs beside its delta: its entry in the list, and MQTT's bytes to fetch one more blob."""
+"""Cost of a link beside its delta: its entry in the list, and the MQTT bytes to fetch one more blob."""
 NAMED_BYTES = 190
-"""Of a blob's description in the manifest, which every device receives that is on."""
+"""Size of a blob's description in the manifest. Every device that is on receives the manifest."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What is known of a device. base: id of the training model that it holds, or empty. chains: whether it takes a
-    model as a chain of deltas."""
+    """What the aggregator knows of a device. base: id of the training model that the device holds, or empty. chains:
+    whether it can apply a chain of deltas."""
 
     base: str
     chains: bool
@@ -32,8 +32,9 @@ class Holder:
 
 @dataclass(frozen=True)
 class DeltaChain:
-    """The ways to a round's model. newest: as all devices that hold its base fetch it. earlier: the deltas that lead to
-    that base, oldest first; empty where they do not pay. whole: bytes of the model in fp32. chunk_bytes: of a chunk."""
+    """The ways to get a round's model. newest: the delta for devices that hold its base. earlier: the deltas that lead
+    to that base, oldest first; empty if the whole model is cheaper. whole: bytes of the model in fp32. chunk_bytes: size
+    of a chunk."""
 
     newest: Delta
     earlier: tuple[Delta, ...]
@@ -42,7 +43,7 @@ class DeltaChain:
 
     @property
     def kept(self) -> tuple[Delta, ...]:
-        """What the next round may name, if its delta is as large as this one."""
+        """The deltas that the next checkpoint keeps: those that will pay if the next delta is as large as this one."""
         return _paying((*self.earlier, self.newest), len(self.newest.data), self.whole)
 
     @cached_property
@@ -58,17 +59,17 @@ class DeltaChain:
         return Chain(self.links).encode() if self.links else b""
 
     def follows(self, held: Collection[str]) -> bool:
-        """Whether a device that holds the models ``held`` fetches a part of ``earlier``."""
+        """Whether a device that holds the models ``held`` needs any of the ``earlier`` deltas and can start from one."""
         return self.newest.base not in held and self._start(held) is not None
 
     def suits(self, holder: Holder) -> bool:
-        """Whether a device that lacks the newest delta's base needs no whole model, as far as it is known."""
+        """Whether a device that lacks the base of the newest delta can use the chain, as far as the aggregator knows."""
         return holder.chains and (self.newest.base is None or self._start((holder.base,)) is not None)
 
     def pays(self, lacking: Collection[Holder], listening: int) -> bool:
-        """Whether the manifest should name the chain, for the asked devices that are ``lacking`` the base. It takes the
-        place of the whole model if it suits all of them; otherwise both are named to all devices that are
-        ``listening``."""
+        """Whether the manifest should name the chain. lacking: the asked devices that lack the base. If the chain suits
+        all of them, it replaces the whole model; otherwise the manifest names both. listening: number of devices that
+        receive the manifest."""
         known = [(one, count) for one, count in Counter(lacking).items() if one.chains]
         saved = sum(count * (self.whole - sum(self.fetched((one.base,)))) for one, count in known)
         return bool(self.earlier) and saved > (0 if all(map(self.suits, lacking)) else NAMED_BYTES * listening)
@@ -87,13 +88,14 @@ class DeltaChain:
         return [*listed, *(len(one.data) for one in (*self.earlier[start:], *newest))]
 
     def _start(self, held: Collection[str]) -> int | None:
-        """The first link that such a device fetches; None if there is none."""
+        """Index in ``earlier`` of the first delta that a device with the models ``held`` fetches; None if no delta starts
+        from one of them."""
         begins = (k for k, one in enumerate(self.earlier) if one.base is None or one.base in held)
         return max(begins, default=None)
 
 
 def chain_of(before: Checkpoint, newest: Delta, whole: int, chunk_bytes: int) -> DeltaChain:
-    """The chain of the round after ``before``; without links if those in the checkpoint lead elsewhere."""
+    """The chain of the round after ``before``; without earlier deltas if the checkpoint's do not lead to its base."""
     known = before.deltas if before.deltas and before.deltas[-1].model == newest.base else ()
     return DeltaChain(newest, _paying(known, len(newest.data), whole), whole, chunk_bytes)
 

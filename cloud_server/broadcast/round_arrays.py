@@ -38,20 +38,20 @@ def moves(method: Method, state: ServerState, published: Params, moving: Moving)
 
 
 def sent_arrays(layout: Layout, method: Method) -> Collection[str]:
-    """Of the model, by "group/name"."""
+    """"group/name" of the arrays that devices send."""
     return tuple(f"{t.group}/{t.name}" for t in layout.tensors if t.group in method.shared)
 
 
 class RoundArrays:
-    """One fleet's. layout: of the model. Raises ConfigError for patterns that do not fit it."""
+    """Chooses one fleet's arrays. layout: of the model. Raises ConfigError for a pattern that matches no array."""
 
     def __init__(self, fleet: Fleet, layout: Layout, ledger: Ledger):
         self._selected, self._section = fleet.selected(layout), fleet.config.train
         self._sent, self._method, self._ledger = sent_arrays(layout, fleet.method), fleet.method, ledger
-        self._known = 1, Schedule()  # the round that it is for
+        self._known = 1, Schedule()  # a round, and its schedule
 
     def of_round(self, number: int) -> Chosen:
-        """What round ``number`` trains."""
+        """The arrays that round ``number`` trains."""
         return next_arrays(self._selected, self._sent, self._schedule(number) if self._section.freeze == AUTO else None)
 
     def _schedule(self, number: int) -> Schedule:
@@ -65,7 +65,7 @@ class RoundArrays:
         return schedule
 
     def begin(self, opened: OpenRound) -> None:
-        """The round's row is in the ledger, and maybe one of this from before fleet.toml was changed."""
+        """Writes the row of a round whose ``Round`` is in the ledger. Replaces a row from before fleet.toml changed."""
         if self._section.parts or self._ledger.rows(Row, round=opened.number):
             frozen = tuple(sorted(opened.arrays.moving.frozen))
             self._ledger.put(Row(round=opened.number, frozen=frozen, reason=opened.arrays.reason))

@@ -19,14 +19,14 @@ from fleet_core.model.choose_codec import AUTO, WAYS, Choice, Past
 
 
 class RoundCodecs:
-    """One fleet's."""
+    """Chooses one fleet's codecs."""
 
     def __init__(self, fleet: Fleet, ledger: Ledger):
         self._wanted = {"up": fleet.codec_up, "down": fleet.codec_down}
         self._method, self._keeps, self._ledger = fleet.method, fleet.method.client.keeps, ledger
 
     def of_round(self, number: int) -> dict[str, Choice]:
-        """Way -> what round ``number`` uses."""
+        """Way (up, down) -> the codec of round ``number``."""
         return {
             way: choose_codec.next_choice(way, wanted, self._keeps, self._past(way, number) if wanted == AUTO else ())
             for way, wanted in self._wanted.items()
@@ -44,7 +44,7 @@ class RoundCodecs:
         return codecs[codecs.index(preferred)::-1] if preferred in codecs else codecs
 
     def begin(self, opened: OpenRound) -> None:
-        """The round's row is in the ledger."""
+        """Writes the rows of a round whose ``Round`` is in the ledger."""
         self._ledger.put(*(
             RoundCodec(round=opened.number, way=way, codec=one.codec, reason=one.reason,
                        left_out=opened.left if way == "down" else None)
@@ -52,7 +52,7 @@ class RoundCodecs:
         ))
 
     def close(self, opened: OpenRound, after: ServerState) -> None:
-        """Adds what the counted updates left out, as their devices say. after: the state after the round."""
+        """Adds how much the counted updates left out, as their devices report it. after: the state after the round."""
         row = self._ledger.rows(RoundCodec, round=opened.number, way=WAYS[0])[0]
         norms = (manifest.residual for manifest in opened.received.values())
         left = choose_codec.backlog(norms, moved(self._method, after, opened.published))

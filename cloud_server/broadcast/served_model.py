@@ -35,9 +35,9 @@ SERVED = 1
 
 @dataclass(frozen=True)
 class Audience:
-    """The devices that fetch a served model. everyone: all. members: those that train. trained: those that were asked
-    in the round, and hold its training model. asked: share of the members that the next round asks, and that get its
-    training model; 0 after the last round."""
+    """Numbers of devices that fetch a served model. everyone: all. members: those that train. trained: those that were
+    asked in the round and hold its training model. asked: share of the members that the next round asks, which get its
+    training model anyway; 0 after the last round."""
 
     everyone: int
     members: int
@@ -76,7 +76,8 @@ def _offers(
     method: Method, closed: Checkpoint, before: ServedModel | None, codec: str, layout: Layout, seed: int,
     audience: Audience, exact: Params,
 ) -> Iterator[tuple[ServedModel, float, float]]:
-    """(a way to publish it, devices that need not fetch the whole, those of them that fetch the delta)."""
+    """Ways to publish it: (the served model, how many devices need not fetch the whole, how many of these fetch the
+    delta)."""
     published = trees.only(closed.published or {}, method.shared)
     has_base = bool(exact) and published.keys() == exact.keys()
     following = _next_training_model(method, closed, codec, layout, seed, exact)
@@ -97,8 +98,8 @@ def _offers(
 def _next_training_model(
     method: Method, closed: Checkpoint, codec: str, layout: Layout, seed: int, exact: Params
 ) -> ServedModel | None:
-    """The next round's training model if it can be served: devices that train get it without a further byte. None if
-    it is another model. Where it has groups that are not served, there is no delta for the others."""
+    """The next round's training model, if it is the model to serve: devices that train then fetch nothing more. None
+    if the two differ. If the training model has groups that are not served, devices that do not train get no delta."""
     groups = method.server.broadcast(closed.state).groups
     same = trees.only(groups, method.shared)
     if not closed.published or same.keys() != exact.keys() or _distance(same, exact) > FLOAT32:
@@ -130,8 +131,8 @@ def _delta(
 
 
 def _moving(closed: Checkpoint, exact: Params, base: Params) -> Moving:
-    """What the closed round trained, and of the frozen arrays those that ``base`` does not have within the precision:
-    they moved since, or what was lost of them is more."""
+    """The arrays that a delta to ``base`` has to contain: those that the closed round trained, and frozen ones that
+    differ from ``base`` by more than the precision."""
     frozen = closed.moving.rest(exact)
     return Moving(frozenset(
         f"{g}/{n}" for g, named in frozen.items() for n, array in named.items()
@@ -143,8 +144,8 @@ def fetched_bytes(
     made: ServedModel, before: ServedModel | None, everyone: Collection[str], trained: Collection[str],
     asked: Collection[str], holding: Collection[str] = (),
 ) -> int:
-    """Payload of all devices for a new served model. trained: hold the training model of its round. asked: are in the
-    next. holding: have its frozen arrays in their training model."""
+    """Payload bytes of all devices for a new served model. trained: devices that hold the training model of its round.
+    asked: devices in the next round. holding: devices whose training model has its frozen arrays."""
     whole, part = (len(payloads.encode("fp32", weights)) for weights in (made.weights, made.moving.of(made.weights)))
     known = before is not None and payloads.identity(before.weights) == made.base
     held = everyone if before is not None and same_rest(made.moving, before.weights, made.weights) else holding
@@ -158,7 +159,7 @@ def fetched_bytes(
 
 
 def same_rest(moving: Moving, left: Params, right: Params) -> bool:
-    """Whether there are frozen arrays, the same bits in both."""
+    """Whether there are frozen arrays, and they have the same bits in both."""
     rest = moving.rest(right)
     return bool(rest) and payloads.identity(moving.rest(left)) == payloads.identity(rest)
 
