@@ -33,8 +33,8 @@ class Holder:
 @dataclass(frozen=True)
 class DeltaChain:
     """The ways to get a round's model. newest: the delta for devices that hold its base. earlier: the deltas that lead
-    to that base, oldest first; empty if the whole model is cheaper. whole: bytes of the model in fp32. chunk_bytes: size
-    of a chunk."""
+    to that base, oldest first; empty if the whole model is cheaper. whole: bytes of the model in fp32. chunk_bytes:
+    size of a chunk."""
 
     newest: Delta
     earlier: tuple[Delta, ...]
@@ -59,11 +59,11 @@ class DeltaChain:
         return Chain(self.links).encode() if self.links else b""
 
     def follows(self, held: Collection[str]) -> bool:
-        """Whether a device that holds the models ``held`` needs any of the ``earlier`` deltas and can start from one."""
+        """Whether a device that holds the models ``held`` can start from one of the ``earlier`` deltas."""
         return self.newest.base not in held and self._start(held) is not None
 
     def suits(self, holder: Holder) -> bool:
-        """Whether a device that lacks the base of the newest delta can use the chain, as far as the aggregator knows."""
+        """Whether a device that lacks the base of the newest delta can use the chain, as far as is known."""
         return holder.chains and (self.newest.base is None or self._start((holder.base,)) is not None)
 
     def pays(self, lacking: Collection[Holder], listening: int) -> bool:
@@ -88,8 +88,8 @@ class DeltaChain:
         return [*listed, *(len(one.data) for one in (*self.earlier[start:], *newest))]
 
     def _start(self, held: Collection[str]) -> int | None:
-        """Index in ``earlier`` of the first delta that a device with the models ``held`` fetches; None if no delta starts
-        from one of them."""
+        """Index in ``earlier`` of the first delta that a device with the models ``held`` fetches; None if no delta
+        starts from one of them."""
         begins = (k for k, one in enumerate(self.earlier) if one.base is None or one.base in held)
         return max(begins, default=None)
 
