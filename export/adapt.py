@@ -27,7 +27,7 @@ from torch.func import functional_call
 from export import gate
 from export.graph import IR_VERSION, OPSET, TRACED_SAMPLES, export_graph, samples
 from export.loops import Loops
-from export.trace import exported
+from export.trace import bytes_per_sample, exported
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
@@ -173,11 +173,4 @@ def _gradient(
         gradient, {**dict(zip(names, parameters, strict=True)), **batch}, [f"gradient/{key}" for key in adapted],
         [tuple(batch)], f"the gradient steps of the model '{layout.model}'", INSTEAD,
     )
-    return graph, _bytes_per_sample(traced)
-
-
-def _bytes_per_sample(traced: torch.fx.GraphModule) -> int:
-    """Bytes that the operations of a trace output per sample, without views."""
-    outputs = (n.meta.get("val") for n in traced.graph.nodes if not getattr(n.target, "is_view", True))
-    of_samples = [v for v in outputs if isinstance(v, Tensor) and any(type(size) is not int for size in v.shape[:1])]
-    return 1 + sum(int(v.numel()) * v.element_size() for v in of_samples) // TRACED_SAMPLES
+    return graph, bytes_per_sample(traced)

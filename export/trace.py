@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from export.graph import OPSET, quiet, root_cause
+from export.graph import OPSET, TRACED_SAMPLES, quiet, root_cause
 from export.lowering import DECOMPOSED, TRANSLATED
 from fleet_core.base.errors import BundleError
 
@@ -80,3 +80,10 @@ def _traced(
     fakes = [fake(name, tensor) for name, tensor in inputs.items()]
     with mode, enable_python_dispatcher():
         return make_fx(function, decomposition_table=DECOMPOSED)(*fakes)
+
+
+def bytes_per_sample(traced: torch.fx.GraphModule) -> int:
+    """Bytes that the operations of a trace of ``TRACED_SAMPLES`` output per sample, without views; at least 1."""
+    outputs = (n.meta.get("val") for n in traced.graph.nodes if not getattr(n.target, "is_view", True))
+    of_samples = [v for v in outputs if isinstance(v, Tensor) and any(type(size) is not int for size in v.shape[:1])]
+    return 1 + sum(int(v.numel()) * v.element_size() for v in of_samples) // TRACED_SAMPLES

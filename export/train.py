@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from onnx import helper
 from torch import Tensor, nn
 
 from export.graph import GOLDEN_SAMPLES, IR_VERSION, MIN_ONNXRUNTIME, OPSET, TRACED_SAMPLES, samples
-from export.trace import exported
+from export.trace import bytes_per_sample, exported
 from export.twice import Twice
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema, storage, trees
@@ -41,6 +42,12 @@ TIMES = 4
 
 SIZES = ((1, 1), (3, 2), (8, 5))
 """(samples, classes) that the graph is checked with, beside those it was traced with."""
+
+PASS_BYTES, FEWEST_IN_PASS = 8 << 20, 8
+"""What the operations of a pass may output; and its fewest samples: smaller passes save little and take longer."""
+
+APART = 1e-9
+"""Of the largest value in double precision: rounding."""
 
 MAX_UNROLLED = 20
 """Steps of a recurrent layer in a graph, where each has nodes of its own."""
@@ -66,7 +73,11 @@ def export_train(layout: Layout, method: Method, hyper: Any, initial: Params, se
     x, y = samples(layout.input, GOLDEN_SAMPLES, seed), np.arange(GOLDEN_SAMPLES) % len(layout.classes)
     graph = TrainGraph(layout, info, {}, {}, trees.only(initial, method.personal))
     reference = Reference(graph, network, hyper)
-    graphs = {kind: _onnx_file(graph, kind, reference, seed) for kind in ("train", *(["product"] if product else []))}
+    made = {kind: _onnx_file(graph, kind, reference, seed) for kind in ("train", *(["product"] if product else []))}
+    graphs = {kind: data for kind, (data, _) in made.items()}
+    if loss == "entropy" and _apart(reference, golden_inputs(graph, "train", seed, x, y)):
+        largest = max(sample_bytes for _, sample_bytes in made.values())
+        info = replace(info, pass_of=max(FEWEST_IN_PASS, PASS_BYTES // largest))
     golden = {kind: digest(reference.run(kind, golden_inputs(graph, kind, seed, x, y)), graph.outputs(kind))
               for kind in graphs}
     graph = TrainGraph(layout, info, graphs, {"x": x, "y": y, **golden}, graph.first)
@@ -148,7 +159,20 @@ class Reference:
         return {n: a.detach().numpy() for n, a in zip(self._graph.outputs(kind), outputs, strict=True)}
 
 
-def _onnx_file(graph: TrainGraph, kind: str, reference: Reference, seed: int) -> bytes:
+def _apart(reference: Reference, feed: dict[str, Any]) -> bool:
+    """Whether the gradient of a batch is the mean of its samples': not if a layer mixes them, as BatchNorm does."""
+    whole, number = reference.exact("train", feed), len(feed["y"])
+    single = [reference.exact("train", {**feed, "x": feed["x"][k : k + 1], "y": feed["y"][k : k + 1]})
+              for k in range(number)]
+    largest = max(float(np.abs(array).max(initial=0)) for array in whole.values())
+    return all(
+        np.abs(sum(one[name] for one in single) / number - array).max(initial=0) <= APART * largest
+        for name, array in whole.items()
+    )
+
+
+def _onnx_file(graph: TrainGraph, kind: str, reference: Reference, seed: int) -> tuple[bytes, int]:
+    """(the graph, the bytes that its operations output per sample)"""
     layout, info = graph.layout, graph.info
     x, y = samples(layout.input, TRACED_SAMPLES, seed + 1), np.arange(TRACED_SAMPLES) % len(layout.classes)
     feed = golden_inputs(graph, kind, seed + 1, x, y)
@@ -159,12 +183,12 @@ def _onnx_file(graph: TrainGraph, kind: str, reference: Reference, seed: int) ->
     for key in graph.parameters:
         inputs[key].requires_grad_()
     batches = [("x", "y"), ("support_x", "support_y"), ("query_x", "query_y"), ("classes",)]
-    proto, _ = exported(
+    proto, traced = exported(
         reference.function(kind, list(inputs)), inputs, graph.outputs(kind), [b for b in batches if b[0] in inputs],
         f"{'the second derivative' if kind == 'product' else 'the gradient'} of the model '{layout.model}'", HINT,
     )
     model = helper.make_model(proto, ir_version=info.ir_version, opset_imports=[helper.make_opsetid("", info.opset)])
-    return bytes(model.SerializeToString(deterministic=True))
+    return bytes(model.SerializeToString(deterministic=True)), bytes_per_sample(traced)
 
 
 # The gate -------------------------------------------------------------------------------------------------------------

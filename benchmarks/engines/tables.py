@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.floor import MODULES, OPENED, TRIMMED
 from benchmarks.markdown import filled, table
 from fleet_core.base import storage
 from fleet_core.model.train_graph import NEEDS
 
 HERE = Path(__file__).parent
-PAGES = {HERE / "README.md": ("methods", "models", "memory", "rounding"),
-         HERE.parents[1] / "docs" / "engines.md": ("methods",)}
+PAGES = {HERE / "README.md": ("methods", "models", "memory", "floor", "rounding"),
+         HERE.parents[1] / "docs" / "engines.md": ("floor", "methods")}
 
 
 def read(name: str) -> Any:
@@ -81,6 +82,14 @@ def memory(found: Mapping[str, Any]) -> str:
     ))
 
 
+def floor(found: Mapping[str, float]) -> str:
+    rows, before = [], 0.0
+    for name in (*MODULES, OPENED, TRIMMED):
+        rows.append((name, f"{found[name] - before:.1f}", f"{found[name]:.1f}"))
+        before = found[name]
+    return table(("loaded", "adds, MB", "in all, MB"), rows)
+
+
 def rounding(found: Mapping[str, Any]) -> str:
     head = ("engine", "first weights", "accuracy", "macro-F1", "loss of the last round")
     return table(head, (
@@ -90,10 +99,15 @@ def rounding(found: Mapping[str, Any]) -> str:
     ))
 
 
-def main() -> None:
+def made() -> dict[str, str]:
+    """The tables of the files, by name."""
     parity = read("parity")
-    tables = {"methods": methods(parity), "models": models(parity), "memory": memory(read("memory")),
-              "rounding": rounding(read("rounding"))}
+    return {"methods": methods(parity), "models": models(parity), "memory": memory(read("memory")),
+            "floor": floor(read("floor")), "rounding": rounding(read("rounding"))}
+
+
+def main() -> None:
+    tables = made()
     for page, names in PAGES.items():
         text = filled(page.read_text(encoding="utf-8"), {name: tables[name] for name in names})
         storage.write_atomic(page, text.encode())

@@ -60,7 +60,9 @@ NEEDS: Mapping[str, tuple[str, bool, tuple[str, ...]]] = {
 class TrainInfo:
     """layout: hash. seed: of the golden weights. loss: of ``LOSSES``. hyper: the constants of the graph. product:
     whether there is a graph ``product``. forward: floating-point operations of a sample's forward pass; None if they
-    are not counted. rtol: tolerance of golden outputs. ir_version, opset, min_onnxruntime: as in ``GraphInfo``."""
+    are not counted. rtol: tolerance of golden outputs. ir_version, opset, min_onnxruntime: as in ``GraphInfo``.
+    pass_of: samples of a pass over a batch of the entropy, which bounds its memory; 0: all at once, as layers that mix
+    samples need."""
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
     layout: str = field(metadata={"max_length": 64})
@@ -73,6 +75,7 @@ class TrainInfo:
     ir_version: int = field(metadata={"min": 1, "max": 1000})
     opset: int = field(metadata={"min": 1, "max": 1000})
     min_onnxruntime: str = field(metadata={"pattern": r"\d+\.\d+\.\d+"})
+    pass_of: int = field(default=0, metadata={"min": 0, "max": 1 << 20})
 
     def refuses(self, adaptation: str, hyper: Any) -> str:
         """Why this graph does not train with ``adaptation`` and ``hyper``, or empty."""

@@ -177,7 +177,11 @@ class GraphSteps:
         return gradient
 
     def entropy(self, x: Array, y: Array) -> Gradient:
-        return lambda at: self._run(at, {"x": x, "y": y})[:2]
+        def gradient(at: Params) -> tuple[Any, Params]:
+            found = self._mean("train", self._given(at), x, y)
+            return found["loss"], _gradients(found, at)
+
+        return gradient
 
     def _episode(self, batch: dict[str, Array]) -> Gradient:
         def gradient(at: Params) -> tuple[Any, Params]:
@@ -201,18 +205,29 @@ class GraphSteps:
     def _product(self, x: Array, y: Array) -> inner_steps.Product:
         def product(w: Params, v: Params) -> Params:
             along = {f"along/{key}": array for key, array in storage.flatten(v).items()}
-            found = self._opened.functions["product"]({**self._given(w), **along, "x": x, "y": y})
+            found = self._mean("product", {**self._given(w), **along}, x, y)
             return {g: {n: found[f"product/{g}/{n}"] for n in named} for g, named in w.items()}
 
         return product
 
     def _run(self, w: Params, batch: Mapping[str, Array]) -> tuple[Any, Params, Mapping[str, Array]]:
-        """(loss, gradient, all outputs); zeros for arrays that the loss does not use."""
+        """(loss, gradient, all outputs)."""
         found = self._opened.functions["train"]({**self._given(w), **batch})
-        slope = {
-            g: {n: found.get(f"gradient/{g}/{n}", np.zeros_like(a)) for n, a in named.items()} for g, named in w.items()
-        }
-        return found["loss"], slope, found
+        return found["loss"], _gradients(found, w), found
+
+    def _mean(self, kind: str, given: dict[str, Array], x: Array, y: Array) -> Mapping[str, Array]:
+        """The outputs, each a mean over the samples, computed in passes of at most ``pass_of`` samples."""
+        function, total = self._opened.functions[kind], dict[str, Array]()
+        for xs, ys in zip(*(np.array_split(a, self._passes(len(y))) for a in (x, y)), strict=True):
+            for name, array in function({**given, "x": xs, "y": ys}).items():
+                if len(ys) < len(y):
+                    array *= np.float32(len(ys) / len(y))
+                total[name] = np.add(total[name], array, out=total[name]) if name in total else array
+        return total
+
+    def _passes(self, samples: int) -> int:
+        most = self._opened.graph.info.pass_of
+        return max(1, -(-samples // most)) if most else 1
 
     def _given(self, w: Params) -> dict[str, Array]:
         """The parameters that the graphs take. Raises BundleError without one of them."""
@@ -221,3 +236,10 @@ class GraphSteps:
         if missing:
             raise BundleError(f"the round gives no {', '.join(missing[:5])}, which the graph 'train' takes")
         return {key: np.asarray(flat[key], np.float32, order="C") for key in wanted}
+
+
+def _gradients(found: Mapping[str, Array], w: Params) -> Params:
+    """Of the arrays of ``w``; zeros for those that the loss does not use."""
+    return {
+        g: {n: found.get(f"gradient/{g}/{n}", np.zeros_like(a)) for n, a in named.items()} for g, named in w.items()
+    }

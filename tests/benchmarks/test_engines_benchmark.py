@@ -11,8 +11,7 @@ from fleet_core.model.layout import InputSpec
 
 
 def test_the_pages_hold_the_tables_of_the_files() -> None:
-    found = {"methods": tables.methods(tables.read("parity")), "models": tables.models(tables.read("parity")),
-             "memory": tables.memory(tables.read("memory")), "rounding": tables.rounding(tables.read("rounding"))}
+    found = tables.made()
     for page, names in tables.PAGES.items():
         text = page.read_text(encoding="utf-8")
         assert filled(text, {name: found[name] for name in names}) == text, "python -m benchmarks.engines.tables"

@@ -49,6 +49,34 @@ def test_what_cannot_become_a_graph_is_said_by_name(model: str, spec: InputSpec,
     assert caught.value.hint == "devices of this fleet need torch to train"
 
 
+class Mixing(nn.Module):
+    """Takes the batch's mean from each sample, as BatchNorm does."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(inputs, 8), nn.Linear(8, classes)
+
+    def embed(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.layer(x))
+        return z - z.mean(0, keepdim=True)
+
+
+def mixing(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Mixing(shape[0], classes)
+
+
+@pytest.mark.parametrize(("model", "method", "in_passes"), [
+    ("mlp", "fedavg", True), ("mlp", "pfldyn-proto", False),
+    ("tests.export.test_export_train:mixing", "fedavg", False),
+])
+def test_only_the_mean_of_samples_that_are_apart_is_computed_in_passes(
+    model: str, method: str, in_passes: bool
+) -> None:
+    layout = models.describe(model, InputSpec((6,)), ("a", "b"), {})
+    graph = export_train(layout, METHODS[method], hyper_of(method), models.initial(layout, 0))
+    assert (graph.info.pass_of > 0) is in_passes
+
+
 def test_the_gate_finds_a_graph_that_is_not_torchs() -> None:
     """That of another distance, and one whose golden outputs are of other weights."""
     graph = train_graph("pfldyn-proto")

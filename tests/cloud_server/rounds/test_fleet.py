@@ -260,19 +260,24 @@ def founded(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
     schedule freezes from then on."""
     monkeypatch.setattr(choose_frozen, "WINDOW", 1)
     monkeypatch.setattr(choose_frozen, "SMALL", 2.0)
-    train, skip_below = request.param
+    return founded_fleet(tmp_path, *request.param)
+
+
+def founded_fleet(tmp_path: Path, train: str = "", skip_below: float = 0.0, *, train_graph: bool = False) -> World:
     text = config_text(**{**TWO_ROUNDS, "link": f"{TWO_ROUNDS['link']}\nskip_below = {skip_below}"})
     text += f"\n[train]\n{train}\n"
     w = world(tmp_path / "founded", text)
     start(w, "d0", "d1")
     w.close()
     shutil.rmtree(w.fleet.folder)
-    return world(tmp_path / "founded", text)
+    return world(tmp_path / "founded", text, train_graph=train_graph)
 
 
-def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[World, Death, list[tuple[str, str]]]:
-    """A run in which ``actor`` dies once, at its ``at``-th act, and restarts. Also returns the chunks that were sent
-    although the aggregator had the whole update on disk when it died."""
+def live(
+    founded: World, folder: Path, actor: str, at: int | None, engine: str = "torch"
+) -> tuple[World, Death, list[tuple[str, str]]]:
+    """A run in which ``actor`` dies once, at its ``at``-th act, and restarts. engine: d1's. Also returns the chunks
+    that were sent although the aggregator had the whole update on disk when it died."""
     shutil.copytree(founded.folder, folder)
     faults = BrokerFaults()
     broker = LoopbackBroker(faults=faults)
@@ -283,7 +288,7 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
         deadly(patch, death)
         w.start_server()
         w.start_agent("d0")
-        w.start_agent("d1")
+        w.start_agent("d1", engine=engine)
         for _ in range(1500):
             if finished(w) and settled(w):
                 break
@@ -298,7 +303,7 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
                 else:
                     spooled = []
                     w.kill_agent(actor)
-                    w.start_agent(actor)
+                    w.start_agent(actor, engine=engine if actor == "d1" else "torch")
         if death.where:
             sent = {(m.topic.split("/")[5], m.topic.split("/")[3]) for _, m in faults.seen
                     if "/up/" in m.topic and not m.topic.endswith("/m")}
@@ -309,7 +314,17 @@ def live(founded: World, folder: Path, actor: str, at: int | None) -> tuple[Worl
 @pytest.mark.slow
 @pytest.mark.parametrize("actor", ["server", "d1"])
 def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
-    undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None)
+    check_deaths(founded, tmp_path, actor)
+
+
+@pytest.mark.slow
+def test_a_death_at_any_moment_of_a_device_that_trains_without_torch_changes_nothing(tmp_path):
+    check_deaths(founded_fleet(tmp_path, train_graph=True), tmp_path, "d1", engine="onnx")
+
+
+def check_deaths(founded: World, tmp_path: Path, actor: str, engine: str = "torch") -> None:
+    """``actor`` dies at each of its acts in turn, in a run of its own."""
+    undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None, engine)
     wanted = checkpoint_bits(undisturbed)
     skipped = [u.skipped for u in undisturbed.server.ledger.rows(Update)]
     assert sum(skipped) == bool(founded.fleet.config.link.skip_below)
@@ -317,7 +332,7 @@ def test_a_death_at_any_moment_changes_nothing(founded, tmp_path, actor):
     assert none.points > 20
     undisturbed.close()
     for at in range(1, none.points + 1):
-        w, death, asked_twice = live(founded, tmp_path / "killed", actor, at)
+        w, death, asked_twice = live(founded, tmp_path / "killed", actor, at, engine)
         assert w.server.finished, f"killed at {death.where}"
         assert settled(w), death.where
         assert checkpoint_bits(w) == wanted, death.where

@@ -28,7 +28,9 @@ STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def both(name: str, moving: Moving = EVERYTHING, rounds: int = 1, **changes: Any) -> tuple[TrainResult, TrainResult]:
+def both(
+    name: str, moving: Moving = EVERYTHING, rounds: int = 1, pass_of: int = 0, **changes: Any
+) -> tuple[TrainResult, TrainResult]:
     """The result of the last of ``rounds`` on one device by torch and by the graph, which start alike."""
     fleet = Fleet(name, hyper_of(name, **{**STEPS, **changes}), [toy_samples(), toy_samples(50, seed=1)])
     for _ in range(rounds - 1):
@@ -39,8 +41,13 @@ def both(name: str, moving: Moving = EVERYTHING, rounds: int = 1, **changes: Any
         fleet.method, fleet.model, fleet.layout, sent.beside(one.per_device), one.state, one.x, one.y, fleet.hyper,
         one.rng, moving=moving,
     )
-    engine = GraphEngine(opened(train_graph(name)))
+    graph = train_graph(name)
+    engine = GraphEngine(opened(replace(graph, info=replace(graph.info, pass_of=pass_of))))
     return by_torch, local_round.train_one(engine, fleet.method, fleet.layout, sent, again, fleet.hyper, moving=moving)
+
+
+def _flat(params: Params) -> dict[str, Any]:
+    return {f"{group}/{name}": array for group, named in params.items() for name, array in named.items()}
 
 
 def distance(one: Params, other: Params) -> float:
@@ -72,6 +79,28 @@ def test_frozen_arrays_stay_and_are_not_sent(name: str) -> None:
     by_torch, found = both(name, moving)
     assert distance(by_torch.update.groups, found.update.groups) < 1e-5
     assert "layers.0.weight" not in found.update.groups["body"]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "per-fedavg-exact", "per-fedavg-hf"])
+def test_a_batch_in_passes_of_unequal_size_gives_the_same_update(name: str) -> None:
+    by_torch, found = both(name, pass_of=3)
+    assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+    assert found.loss == pytest.approx(by_torch.loss, rel=1e-5)
+
+
+def test_no_pass_is_larger_than_the_graph_says() -> None:
+    whole, sizes = opened(train_graph("fedavg")), list[int]()
+    graph = replace(whole.graph, info=replace(whole.graph.info, pass_of=8))
+
+    def counting(feed: dict[str, Any]) -> Any:
+        sizes.append(len(feed["y"]))
+        return whole.functions["train"](feed)
+
+    x, y = toy_samples(20)
+    flat = whole.graph.layout.seeded(0)
+    value, _ = GraphEngine(Opened(graph, {"train": counting})).entropy(x, y)(flat)
+    assert sizes == [7, 7, 6]
+    assert value == pytest.approx(whole.functions["train"]({**_flat(flat), "x": x, "y": y})["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
