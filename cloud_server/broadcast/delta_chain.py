@@ -42,7 +42,7 @@ class DeltaChain:
 
     @property
     def kept(self) -> tuple[Delta, ...]:
-        """What the next round may name, if its delta is as large as this one."""
+        """The chain that the next round may name, if its delta is as large as this one."""
         return _paying((*self.earlier, self.newest), len(self.newest.data), self.whole)
 
     @cached_property

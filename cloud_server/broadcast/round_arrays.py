@@ -51,7 +51,7 @@ class RoundArrays:
         self._known = 1, Schedule()  # the round that it is for
 
     def of_round(self, number: int) -> Chosen:
-        """What round ``number`` trains."""
+        """The arrays that round ``number`` trains."""
         return next_arrays(self._selected, self._sent, self._schedule(number) if self._section.freeze == AUTO else None)
 
     def _schedule(self, number: int) -> Schedule:
