@@ -75,7 +75,7 @@ def with_adapt(graph: Graph, *, rates: bool, groups: tuple[str, ...] = MODEL_GRO
 
 
 def _golden_lr(network: Network, weights: Params, groups: tuple[str, ...], x: Any, y: Any) -> float:
-    """The rate whose first step is ``GOLDEN_SHARE`` of the norm of the adapted weights."""
+    """The rate at which the first step is ``GOLDEN_SHARE`` of the norm of the adapted weights."""
     w = to_torch(weights)
     _, gradient = value_and_gradient(entropy(network, torch.tensor(x), torch.tensor(y)), leaves(w))
     length = trees.norm(trees.only(gradient, groups)) or 1.0

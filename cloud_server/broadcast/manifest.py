@@ -39,7 +39,7 @@ SEQ = "seq"
 
 
 def privacy_rules(config: FleetConfig) -> PrivacyRules | None:
-    """What devices do to their updates; None for nothing."""
+    """How devices change their updates; None if they do not."""
     private = config.privacy
     return PrivacyRules(private.mode, private.clip, private.noise_multiplier) if private.on else None
 

@@ -58,7 +58,7 @@ class OpenRound:
 
     @property
     def delivered(self) -> Collection[str]:
-        """The devices whose update is here; where updates are masked, ready to be."""
+        """The devices that sent their update; with masked updates, those that are ready to send it."""
         return self.received if self.secure is None else self.secure.keys
 
     @property

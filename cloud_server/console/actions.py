@@ -1,4 +1,4 @@
-"""What the console asks for: the functions of the command line, each recorded in the audit log."""
+"""The console's actions: they call the functions of the command line and record each in the audit log."""
 
 from __future__ import annotations
 

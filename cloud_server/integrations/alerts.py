@@ -110,7 +110,7 @@ class Alerts:
         }
 
     def _told(self) -> dict[str, Told]:
-        """What was sent so far; nothing if the file is missing or damaged."""
+        """The alerts sent so far; empty if the file is missing or damaged."""
         try:
             kept, _ = schema.read(Kept, json.loads(self._path.read_bytes()), unknown="ignore")
         except (OSError, ValueError, RecursionError):
@@ -119,7 +119,7 @@ class Alerts:
 
 
 def present(fleet: Fleet, ledger: Ledger, section: AlertsSection, now: float) -> list[Alert]:
-    """What needs a person at ``now``, Unix seconds."""
+    """The alerts that need a person at ``now``, Unix seconds."""
     enrolled = {device.name: device for device in ledger.each(Device) if device.status == "enrolled"}
     found = [*_disk(fleet.folder, section), *_certificates(fleet, ledger, enrolled, section, now)]
     if not fleet.running():

@@ -90,7 +90,7 @@ class Fleet:
 
     @property
     def screening(self) -> Screening:
-        """What refuses, drops or changes updates when a round closes."""
+        """The rules that refuse, drop or change updates when a round closes."""
         bound = self.config.privacy.max_update_norm(self.config.link.max_update_norm)
         return Screening(self.method, self.config.robust, bound)
 

@@ -128,7 +128,7 @@ class AlertsSection:
 
 @dataclass(frozen=True)
 class FleetRobustSection(RobustSection):
-    """What a simulation does not have."""
+    """Settings that a simulation does not have."""
 
     quarantine: bool = field(default=False, metadata={"about":
         "true: a device that had most of its last ten updates refused is not asked until 'metafleet devices release'."})

@@ -258,7 +258,7 @@ def _step_until_stopped(
                 view.update(snapshot(coordinator.ledger, view.told))
             drawn_at = time.monotonic()
         if coordinator.finished and not announced:
-            if not coordinator.ended:  # of which the coordinator has said why
+            if not coordinator.ended:  # the coordinator has logged why it ended
                 log(f"all {coordinator.checkpoint.round} rounds are closed; the served model stays published; to train "
                     "on, raise rounds in fleet.toml and start the server again")
             announced = True

@@ -204,7 +204,7 @@ class Connection:
             self._busy.release()
 
     def _stop_receiving(self) -> None:
-        """What has arrived can still be read."""
+        """Bytes that have arrived can still be read."""
         self._shutdown(socket.SHUT_RD)
 
     def end(self) -> None:
@@ -212,7 +212,7 @@ class Connection:
         self._shutdown(socket.SHUT_RDWR)
 
     def _shutdown(self, how: int) -> None:
-        """Below TLS, whose own ``shutdown`` would let the connection go on in plain text."""
+        """Shuts down the socket below TLS: TLS's own ``shutdown`` would let the connection go on in plain text."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._peer, how)
 

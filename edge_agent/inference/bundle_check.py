@@ -174,7 +174,7 @@ def _check_golden_steps(graph: Graph, weights: Params, adapted: Mapping[str, Arr
 
 
 def _check_bundled_weights(bundle: Bundle) -> None:
-    """Every graph whose groups are all in the bundle must give finite values with the bundle's weights."""
+    """Checks that each graph gives finite values with the bundle's weights, if the bundle has all its groups."""
     graph = bundle.graph
     params = {**graph.first, **bundle.params}
     for kind in graph.graphs:

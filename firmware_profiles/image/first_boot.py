@@ -24,7 +24,7 @@ JOB = "/usr/local/sbin/metafleet-first-boot"
 SERVICE = "metafleet-first-boot.service"
 HERE = Path(__file__).parent
 ED25519_DER = bytes.fromhex("302a300506032b6570032100")
-"""What stands before the 32 bytes of a public key."""
+"""The bytes before the 32 bytes of a public key."""
 MAX_CMDLINE_BYTES = 4096
 GROUPS = ("adm", "dialout", "audio", "video", "plugdev", "netdev", "gpio", "i2c", "spi", "sudo")
 MEMORY_CGROUP = "cgroup_enable=memory"

@@ -1,4 +1,4 @@
-"""What both command lines share: how they end, and output as JSON or as a table."""
+"""Shared by both command lines: how they end, and output as JSON or as a table."""
 
 from __future__ import annotations
 

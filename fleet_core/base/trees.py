@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 
 class Array(Protocol):
-    """What the algorithms need of an array: elementwise arithmetic and a sum."""
+    """The array operations that the algorithms use: elementwise arithmetic and a sum."""
 
     def __add__(self, other: Any, /) -> Any: ...
     def __sub__(self, other: Any, /) -> Any: ...

@@ -60,7 +60,7 @@ def gain_text(gain: Bound | None) -> str:
 
 
 def kinds(comparison: Comparison) -> list[str]:
-    """What was evaluated besides the devices that train: new devices by support share, then novel classes."""
+    """Evaluations besides those of the devices that train: new devices by support share, then novel classes."""
     found = {kind: None for entry in comparison.entries for kind in entry.final if kind != DEVICES}
     return sorted(found, key=lambda kind: (kind == NOVEL, kind))
 

@@ -27,7 +27,7 @@ class RunArrays:
         self._frozen: list[frozenset[str]] = []
 
     def chosen(self) -> Chosen:
-        """What the next round trains."""
+        """The arrays that the next round trains."""
         return next_arrays(self._selected, self._sent, self._schedule)
 
     def figures(self, chosen: Chosen, after: ServerState, published: Params) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class ModelDownloads:
         return trees.only(groups, self._method.shared)
 
     def _holding(self, closed: Checkpoint) -> set[str]:
-        """Who was asked in the last round, or in one before it that had the same model."""
+        """The devices asked in the last round, or in an earlier round with the same model."""
         return {name for number in range(model_since(closed), closed.round + 1) for name in self.asked(number)}
 
     def _ways(self, number: int, chain: DeltaChain) -> dict[str, tuple[DeltaChain, set[str]]]:

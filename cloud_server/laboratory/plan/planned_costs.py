@@ -1,4 +1,4 @@
-"""What a run will cost, before it starts: payload bytes, overhead of the chunks, operations, joules, computing time.
+"""The predicted cost of a run: payload bytes, overhead of the chunks, operations, joules, computing time.
 
 Sizes are those of encoded arrays of the layout with normally distributed values, since a codec's output depends on the
 values. Every device that is asked is taken to deliver, and the devices of a fleet to have samples for whole batches, so

@@ -124,7 +124,7 @@ class DeviceEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What a worker needs to begin; plain values, which can go to another process."""
+    """A worker's settings: plain values, which can go to another process."""
 
     experiment: Experiment
     run: Run

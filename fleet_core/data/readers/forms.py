@@ -111,7 +111,7 @@ def _places(channels: Channels, plain: Sequence[str], where: str) -> NDArray[np.
 
 
 def _notes_on_features(table: Table, cut: Cut, channels: Channels, plain: Sequence[str]) -> tuple[str, ...]:
-    """What else the columns could be, if no fleet decides it."""
+    """Other readings of the columns, if no fleet decides it."""
     names = table.names
     if cut.shape is not None:
         return ()

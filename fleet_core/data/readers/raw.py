@@ -1,4 +1,4 @@
-"""What all readers share: their result, how to cut readings into windows, and the size limit."""
+"""Shared by all readers: their result, how to cut readings into windows, and the size limit."""
 
 from __future__ import annotations
 
