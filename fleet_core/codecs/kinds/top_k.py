@@ -73,7 +73,7 @@ class TopK4Bit(TopK):
 
     def step(self, kept: Array) -> float:
         magnitude = np.abs(kept)
-        return scale_for(largest(magnitude - magnitude.min(initial=math.inf)), 7) if len(kept) else 0.0
+        return scale_for(largest(magnitude - magnitude.min()), 7) if len(kept) else 0.0
 
     def packed(self, kept: Array) -> bytes:
         magnitude = np.abs(kept)
@@ -84,7 +84,7 @@ class TopK4Bit(TopK):
     def unpacked(self, body: Reader, count: int) -> Array:
         lowest, step = body.scales(2)
         codes = from_nibbles(body.take("u1", nibble_bytes(count)), count)
-        magnitude = (codes & 7).astype(np.float32) * step + lowest
+        magnitude: Array = (codes & 7).astype(np.float32) * step + lowest
         return np.where(codes & 8, -magnitude, magnitude)
 
     def packed_bytes(self, count: int) -> int:
