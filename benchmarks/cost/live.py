@@ -1,6 +1,6 @@
 """The saving on the wire: live fleets over MQTT with TLS, one for each codec, and bytes of a device and round.
 
-    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --out FOLDER [--devices 8] [--rounds 20]
+    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --out FOLDER [--devices 8] [--rounds 20] [--only CODEC ...]
 
 Aggregator, mosquitto with certificates, and agents are processes on this machine. The first patients of the task
 heartbeat-22 train, all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to
@@ -31,6 +31,7 @@ from fleet_core.base.storage import write_atomic, write_json
 from fleet_core.data.samples import Samples, save
 
 HERE = Path(__file__).parent
+RESULT = HERE / "live.json"
 TASK, FLEET = "heartbeat-22", "fleet"
 ROWS = ((PER_FEDAVG, "fp32"), (PFLDYN, "fp32"), (PFLDYN, "int8"), (PFLDYN, BEST))
 FIRST_ROUND = 3
@@ -103,12 +104,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the fleets")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", nargs="+", choices=dict.fromkeys(codec for _, codec in ROWS), metavar="CODEC",
+                        help="fp32, int8 or best; the other rows of live.json stay")
     given = parser.parse_args()
-    rows = []
-    for label, codec in ROWS:
-        rows.append(measured(given.out / f"{label}-{codec}", label, codec, given.devices, given.rounds))
-        say(json.dumps(rows[-1]))
-    write_json(HERE / "live.json", {"task": TASK, "devices": given.devices, "rounds": given.rounds, "rows": rows})
+    asked = {"task": TASK, "devices": given.devices, "rounds": given.rounds}
+    kept = json.loads(RESULT.read_text()) if given.only else {}
+    if given.only and {key: kept[key] for key in asked} != asked:
+        raise SystemExit(f"{RESULT} is of other devices or rounds: run all rows")
+    for k, (label, codec) in enumerate(ROWS):
+        if not given.only or codec in given.only:
+            found = measured(given.out / f"{label}-{codec}", label, codec, given.devices, given.rounds)
+            say(json.dumps(found))
+            rows = [*kept.get("rows", ())[:k], found, *kept.get("rows", ())[k + 1:]]
+            kept = {**asked, "rows": rows}
+            if len(rows) == len(ROWS):
+                write_json(RESULT, kept)
 
 
 if __name__ == "__main__":
