@@ -1,12 +1,14 @@
 """The saving on the wire: live fleets over MQTT with TLS, one for each codec, and bytes of a device and round.
 
-    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --out FOLDER [--devices 8] [--rounds 20]
+    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --out FOLDER [--devices 8] [--rounds 20] [--only CODEC ...]
+    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --plan
 
 Aggregator, mosquitto with certificates, and agents are processes on this machine. The first patients of the task
 heartbeat-22 train, all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to
 the last but one, so that neither the graph, nor the first model, nor the served model after the last round counts:
 payload, what went through the MQTT socket, and on the wire: TLS, TCP and IP. ``planned`` and ``run_`` are the bytes of
-all devices in the whole run, by ``metafleet plan`` before it and the ledger after it. It writes live.json.
+all devices in the whole run, by ``metafleet plan`` before it and the ledger after it. It writes live.json. --plan:
+plans the fleets of live.json again, in this process, and runs none.
 """
 
 from __future__ import annotations
@@ -22,15 +24,26 @@ from typing import Any
 
 from benchmarks.cost.to_target import BEST, CHOSEN, PER_FEDAVG, PFLDYN, task
 from benchmarks.own_data.commands import Commands
+from cloud_server.laboratory.plan import planned_costs
 from cloud_server.laboratory.plan import workload as workloads
+from cloud_server.laboratory.plan.planned_bytes import Asked
+from cloud_server.laboratory.run.rehearsal import rehearsed
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Volume
+from cloud_server.records.fleet_settings import LinkSection
+from export.first_model import first
+from fleet_core.algorithms.interface import read_hyper
+from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config
 from fleet_core.base.processes import say
 from fleet_core.base.storage import write_atomic, write_json
+from fleet_core.data.heartbeat import CLASSES
 from fleet_core.data.samples import Samples, save
+from fleet_core.data.sets.registry import entry
+from fleet_core.learning import models
 
 HERE = Path(__file__).parent
+RESULT = HERE / "live.json"
 TASK, FLEET = "heartbeat-22", "fleet"
 ROWS = ((PER_FEDAVG, "fp32"), (PFLDYN, "fp32"), (PFLDYN, "int8"), (PFLDYN, BEST))
 FIRST_ROUND = 3
@@ -59,7 +72,7 @@ def measured(folder: Path, label: str, codec: str, devices: int, rounds: int) ->
         server, log = commands.start("metafleet", "server", "start", FLEET, "--host", "0.0.0.0", "--quiet")
         commands.says(log, "broker: ")
         names = enrolled(commands, devices)
-        plan = json.loads(commands.done("metafleet", "plan", FLEET, "--json").stdout)
+        plan = json.loads(commands.done("metafleet", "plan", FLEET, "--devices", devices, "--json").stdout)
         agents = [commands.start("edge-agent", "run", "--home", name)[0] for name in names]
         with Ledger(folder / FLEET / "ledger.sqlite") as ledger:
             commands.until(lambda: len(ledger.rounds("closed")) >= rounds, f"round {rounds}", ROUNDS_S)
@@ -70,6 +83,23 @@ def measured(folder: Path, label: str, codec: str, devices: int, rounds: int) ->
     return {"method": label, "codec": codec,
             **{name: each(found, name, devices) for name in COUNTERS}, "planned": plan[0]["payload_bytes"],
             **{f"run_{name}": up_and_down(getattr(run, name)) for name in ("payload", "wire")}}
+
+
+def planned(label: str, codec: str, devices: int, rounds: int) -> dict[str, int]:
+    """What ``metafleet plan`` says of that fleet, computed here."""
+    method = json.loads(CHOSEN.read_text())[TASK]["methods"][BEST if codec == BEST else label]
+    up, _, down = (method["codec"] if codec == BEST else codec).partition("/")
+    kind, spec, name = METHODS[method["method"]], entry("heartbeat").input_spec, task(TASK).model.name
+    layout = models.describe(name, spec, CLASSES, {})
+    graph, _ = first(name, spec, CLASSES, {}, head="head" in kind.shared, seed=0)
+    asked = Asked(
+        label=label, method=kind, hyper=read_hyper(kind, method["hyper"])[0], layout=layout, rounds=rounds,
+        devices=devices, codec_up=up, codec_down=down or up, serve_every=rounds, graph_bytes=len(graph),
+        first=models.initial(layout, 0), chunk_bytes=LinkSection().chunk_bytes,
+    )
+    found = planned_costs.planned(asked, None, rehearsed)
+    say(f"{label} with {codec}: sizes {found.sizes}")
+    return up_and_down(found.payload_bytes)
 
 
 def enrolled(commands: Commands, devices: int) -> list[str]:
@@ -100,15 +130,28 @@ def up_and_down(counted: Bytes) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the fleets")
+    parser.add_argument("--out", type=Path, help="folder of the fleets")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", nargs="+", choices=dict.fromkeys(codec for _, codec in ROWS), metavar="CODEC",
+                        help="fp32, int8 or best; the other rows of live.json stay")
+    parser.add_argument("--plan", action="store_true")
     given = parser.parse_args()
-    rows = []
-    for label, codec in ROWS:
-        rows.append(measured(given.out / f"{label}-{codec}", label, codec, given.devices, given.rounds))
-        say(json.dumps(rows[-1]))
-    write_json(HERE / "live.json", {"task": TASK, "devices": given.devices, "rounds": given.rounds, "rows": rows})
+    asked = {"task": TASK, "devices": given.devices, "rounds": given.rounds}
+    kept = json.loads(RESULT.read_text()) if given.only or given.plan else {}
+    if kept and {key: kept[key] for key in asked} != asked:
+        raise SystemExit(f"{RESULT} is of other devices or rounds: run all rows")
+    for k, (label, codec) in enumerate(ROWS):
+        if given.plan:
+            kept["rows"][k]["planned"] = planned(label, codec, given.devices, given.rounds)
+            write_json(RESULT, kept)
+        elif not given.only or codec in given.only:
+            found = measured(given.out / f"{label}-{codec}", label, codec, given.devices, given.rounds)
+            say(json.dumps(found))
+            rows = [*kept.get("rows", ())[:k], found, *kept.get("rows", ())[k + 1:]]
+            kept = {**asked, "rows": rows}
+            if len(rows) == len(ROWS):
+                write_json(RESULT, kept)
 
 
 if __name__ == "__main__":

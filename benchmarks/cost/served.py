@@ -37,6 +37,9 @@ def bytes_by_kind(folder: Path, options: demo_setup.Options) -> dict[str, dict[s
 
     fleet = create_fleet(folder / "fleet", demo_setup.demo_fleet_toml(options), export)
     homes, _ = demo_setup.write_devices(options, folder, fleet)
+    with Ledger(fleet.ledger_path) as ledger:
+        for home in homes:
+            ledger.request_enrolment(home.name)
     in_one_process.run(fleet, {home.name: (home, settings_of(home)) for home in homes}, log=processes.say)
     with Ledger(fleet.ledger_path, create=False) as ledger:
         kinds = ledger.totals().payload_by_kind

@@ -41,6 +41,8 @@ WORDS = {"macro_f1": "macro-F1", "accuracy": "accuracy"}
 MARKERS = {"fp32": "o", "fp16": "h", "int8": "s", "int4": "D", "ternary": "^", "topk-10/int4": "<", "topk-10": "v",
            "topk-1/topk-10": "X", "topk-1": "P", "auto": "*"}
 HAR = "har"
+GOALS = (50.0, 10.0)
+"""How many times the bytes of Per-FedAvg, and of PFLDyn-Proto, in fp32 are to be those of the chosen codec."""
 
 Key = tuple[str, str]
 Curves = dict[Key, list[Curve]]
@@ -59,7 +61,7 @@ def write(runs: Path) -> None:
     chosen = json.loads(CHOSEN.read_text())
     found = {name: curves_of(kept[name]) for name in FIGURES if name in kept and name in chosen}
     fleets = json.loads(LIVE.read_text())
-    tables = {"targets": targets_table(found, chosen), "chosen": chosen_table(chosen),
+    tables = {"goals": goals_table(found), "targets": targets_table(found, chosen), "chosen": chosen_table(chosen),
               "live": live_table(fleets, found), "plan": plan_table(fleets)}
     write_atomic(PAGE, markdown.filled(PAGE.read_text(), tables).encode())
     rows = json.loads((HERE / "result.json").read_text())["rows"]
@@ -91,6 +93,23 @@ def spent(several: Sequence[Curve], target: float) -> tuple[float, float, int]:
     if not at:
         return math.nan, math.nan, 0
     return mean(one.total(k) for one, k in at), mean(one.rounds[k] for one, k in at), len(at)
+
+
+def goals_table(found: Mapping[str, Curves]) -> str:
+    """What the chosen codec reaches, by task, beside ``GOALS``; a dash without its runs."""
+    rows = []
+    for name, curves in found.items():
+        best, base = curves.get((PFLDYN, BEST)), curves[FP32[PFLDYN]]
+        if best is None:
+            rows.append([TITLES[name], *["-"] * 4])
+            continue
+        times = [reached(best, curves[FP32[label]])[-1] for label in (PER_FEDAVG, PFLDYN)]
+        change = mean(map(end, best)) - mean(map(end, base))
+        cells = [(text, text != "-" and float(text) >= least) for text, least in zip(times, GOALS, strict=True)]
+        cells.append((f"{change:+.3f}", change >= -to_target.WITHIN))
+        rows.append([TITLES[name], str(len(best)), *(text + ("" if met else ", **missed**") for text, met in cells)])
+    return markdown.table(("task", "seeds", "Per-FedAvg's / its, 50", "PFLDyn-Proto's / its, 10", "at the end, -0.005"),
+                          rows)
 
 
 def targets_table(found: Mapping[str, Curves], chosen: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,9 @@ from fleet_core.base import processes, terminal
 from fleet_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.plan.planned_costs import Asked, Planned
+    from cloud_server.laboratory.plan.planned_bytes import Asked
+    from cloud_server.laboratory.plan.planned_costs import Planned
+    from cloud_server.laboratory.plan.workload import Workload
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.model.layout import Layout
 
@@ -33,18 +36,19 @@ def plan(
 ) -> None:
     """Plan bytes, operations, computing time and joules of a run before it starts."""
     from cloud_server.laboratory.plan import planned_costs
+    from cloud_server.laboratory.run import rehearsal
     from cloud_server.results import result
     from fleet_core.base import config
     from fleet_core.board import catalogue
 
     file = path / "fleet.toml" if path.is_dir() else path
     if "fleet" in config.tables(config.text_of(file), str(file)):
-        asked = [_of_fleet(file, devices)]
+        asked, own = [_of_fleet(file, devices)], None
     else:
-        asked, named = _of_experiment(file, devices)
+        asked, named, own = _of_experiment(file, devices)
         board = board or named
     profile = catalogue.load(board) if board else None
-    found = [planned_costs.planned(one, profile) for one in asked]
+    found = [planned_costs.planned(one, profile, partial(rehearsal.rehearsed, own=own)) for one in asked]
     if as_json:
         return terminal.show([result.plain(one) for one in found])
     _print(found)
@@ -52,7 +56,7 @@ def plan(
 
 def _of_fleet(file: Path, devices: int | None) -> Asked:
     """Raises ConfigError if it is unknown how many devices there will be."""
-    from cloud_server.laboratory.plan.planned_costs import Asked
+    from cloud_server.laboratory.plan.planned_bytes import Asked
     from cloud_server.records.fleet_folder import Fleet, method_of
     from cloud_server.records.fleet_settings import FleetConfig
     from fleet_core.base import config
@@ -99,11 +103,13 @@ def _enrolled(fleet: Fleet) -> tuple[int, int]:
     return sum(not row.new for row in rows), sum(row.new and bool(row.capabilities) for row in rows)
 
 
-def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | None]:
-    """(one plan for each method and grid, the experiment's board)."""
+def _of_experiment(file: Path, devices: int | None) -> (
+    tuple[list[Asked], str | None, Workload]
+):
+    """(one plan for each method and grid, the experiment's board, its samples)."""
     from cloud_server.laboratory.plan import experiment as experiments
     from cloud_server.laboratory.plan import workload as workloads
-    from cloud_server.laboratory.plan.planned_costs import Asked
+    from cloud_server.laboratory.plan.planned_bytes import Asked
     from fleet_core.learning import models
     from fleet_core.model import select_arrays
 
@@ -123,7 +129,7 @@ def _of_experiment(file: Path, devices: int | None) -> tuple[list[Asked], str | 
         moving = select_arrays.moving_of(loaded.train, layout, run.method)
         found.append(replace(every, label=run.label, method=run.method, hyper=run.hyper, codec_up=codecs["up"],
                              codec_down=codecs["down"], moving=moving))
-    return found, loaded.board
+    return found, loaded.board, workload
 
 
 def _print(found: list[Planned]) -> None:
@@ -131,6 +137,8 @@ def _print(found: list[Planned]) -> None:
 
     heads, rows = cost_tables.planned_table(found)
     terminal.table(rows, heads)
+    for text in dict.fromkeys(one.sizes for one in found):
+        processes.say(f"sizes: {text}")
     for text in dict.fromkeys(one.auto for one in found if one.auto):
         processes.say(f"payload: {text}")
     reasons: dict[str, Any] = {}

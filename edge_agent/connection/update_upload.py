@@ -42,7 +42,7 @@ class Uploader:
         unanswered: Callable[[int], None] = lambda round_number: None,
     ):
         self._fleet, self._device, self._link, self._clock, self._book = fleet, device, link, clock, book
-        self._unanswered = unanswered
+        self._unanswered, self.packed = unanswered, False
         self._backoff = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._pending: Offer | None = None
         self._queued_at: float | None = None
@@ -94,6 +94,6 @@ class Uploader:
             return
         topic = topics.upload(self._fleet, self._device, self._pending.round, "m")
         try:
-            self._link.publish(topic, messages.encode(self._pending.upload))
+            self._link.publish(topic, messages.encode(self._pending.upload, packed=self.packed))
         except LinkError:
             return  # the link is full: offered again later

@@ -29,7 +29,8 @@ WORKING = ("train", "upload")
 
 class Reporter:
     """trains: whether this device can train. limits: of its board, which is called ``board``. ``round``: of the current
-    manifest; before the first one it is None and nothing is reported."""
+    manifest; before the first one it is None and nothing is reported. ``packed``: whether the aggregator reads reports
+    under zstd."""
 
     def __init__(
         self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,
@@ -44,6 +45,7 @@ class Reporter:
         self._heard = False
         self.round: int | None = None
         self.phase = "idle"
+        self.packed = False
 
     # Reports ----------------------------------------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ class Reporter:
             peak_mib=usage.peak_mib,
             **more,
         )
-        self._send(topics.report(self._fleet, self._name), messages.encode(report))
+        self._send(topics.report(self._fleet, self._name), messages.encode(report, packed=self.packed))
 
     def ask(self, what: str, about: str, **more: Any) -> None:
         """Sends a report that wants an answer; again every ``LOOK_S`` until the question changes."""
@@ -161,14 +163,14 @@ class Reporter:
 
     def _beat(self) -> None:
         self._last_heartbeat = self._clock()
-        beat = Presence(st="on", boot=self._boot, ph=self.phase, ver=running(), beat=True)
-        self._send(topics.presence(self._fleet, self._name), messages.encode(beat))
+        beat = Presence(st="on", boot=self._boot, ph=self.phase, beat=True)
+        self._send(topics.presence(self._fleet, self._name), messages.encode(beat), qos=0)
 
-    def _send(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+    def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
         """A message that is lost because the link is down or full is repeated by the protocol."""
         if self._link.connected:
             try:
-                self._link.publish(topic, payload, retain=retain)
+                self._link.publish(topic, payload, retain=retain, qos=qos)
             except LinkError as error:
                 self._log(f"not sent: {error}")
 

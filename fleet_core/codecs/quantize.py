@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from fleet_core.base.errors import CodecError
 from fleet_core.codecs.interface import Array, Arrays, Seed, Shapes
 
 LARGEST_BFLOAT16 = np.uint32(0x7F7F_0000)
@@ -73,6 +74,29 @@ def channel_bound(arrays: Arrays, levels: int) -> float:
         for row, scale in zip(channels(array), channel_scales(array, levels), strict=True)
     )
     return math.sqrt(sum(part * part for part in parts))
+
+
+# Four bits: two codes in a byte, the first one in the low half -------------------------------------------------------
+
+
+def nibbles(codes: Array) -> bytes:
+    """codes: uint8 below 16."""
+    padded = np.zeros(len(codes) + len(codes) % 2, np.uint8)
+    padded[: len(codes)] = codes
+    return (padded[::2] | padded[1::2] << 4).astype(np.uint8).tobytes()
+
+
+def from_nibbles(pairs: Array, count: int) -> Array:
+    """uint8 [count]; pairs: uint8 [nibble_bytes(count)]. Raises CodecError if the half byte after an odd count is not
+    0."""
+    codes = np.stack([pairs & 15, pairs >> 4], 1).reshape(-1)
+    if codes[count:].any():
+        raise CodecError("has a code too many")
+    return codes[:count]
+
+
+def nibble_bytes(count: int) -> int:
+    return (count + 1) // 2
 
 
 # bfloat16: the upper half of float32 ----------------------------------------------------------------------------------

@@ -203,11 +203,13 @@ class EnrolAnswer:
 
 @dataclass(frozen=True)
 class ServerPresence:
-    """The aggregator's presence. st: on or off. boot: changes at every start."""
+    """The aggregator's presence. st: on or off. boot: changes at every start. packed: whether it reads reports and
+    offers under zstd."""
 
     st: str = field(metadata={"choices": ("on", "off")})
     boot: str = field(default="", metadata={"max_length": 64})
     ver: str = ""
+    packed: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Decisions made before a simulated experiment runs.
 
 ``experiment`` reads the TOML file, ``workload`` divides the samples over devices, ``frozen_arrays`` says what each
-round trains, ``model_downloads`` what devices fetch. ``planned_costs`` plans bytes, operations and joules.
+round trains, ``model_downloads`` what devices fetch. ``planned_costs`` plans operations and joules, ``planned_bytes``
+the bytes.
 """

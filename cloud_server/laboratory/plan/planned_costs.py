@@ -1,79 +1,34 @@
 """The predicted cost of a run: payload bytes, overhead of the chunks, operations, joules, computing time.
 
-Sizes are those of encoded arrays of the layout with normally distributed values, since a codec's output depends on the
-values. Every device that is asked is taken to deliver, and the devices of a fleet to have samples for whole batches, so
-that their operations are an upper limit. What is not planned: manifests, reports, presence and repeats.
+Every device that is asked is taken to deliver, and the devices of a fleet to have samples for whole batches, so that
+their operations are an upper limit. What is not planned: manifests, reports, presence and repeats.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from cloud_server.broadcast.delta_chain import NAMED_BYTES, DeltaChain, Holder, chain_of
-from cloud_server.broadcast.served_model import asked_next
 from cloud_server.figures.formatting import bytes_text
-from cloud_server.laboratory.plan.experiment import PLAIN
-from cloud_server.laboratory.plan.model_downloads import per_device_bytes
+from cloud_server.laboratory.plan.planned_bytes import Asked, Rehearsed, Sizes
 from cloud_server.ledger.ledger_sums import Bytes
-from cloud_server.records.checkpoint import Checkpoint, Delta
-from cloud_server.records.fleet_settings import LinkSection
-from fleet_core.algorithms.interface import Method, ServerState
-from fleet_core.base.moving import EVERYTHING, Moving
-from fleet_core.base.trees import Params
+from fleet_core.base.errors import FleetError
 from fleet_core.board.profile import Profile
-from fleet_core.model import choose_codec, payloads
-from fleet_core.model.layout import Layout
+from fleet_core.model import choose_codec
 from fleet_core.power.energy_model import BoardModel
 from fleet_core.power.radio import radio_of
-from fleet_core.protocol import topics
 
-EXAMPLE_NAME, EXAMPLE_ID = "device-1", "0" * 32
-UNLIKE = 32  # bytes by which two examples differ
 PER_CLASS = 64  # samples of each class that a device is taken to have
-PACKET_BYTES = 1 + 3 + 2 + 2 + 1  # PUBLISH at QoS 1 in MQTT 5: type, length, topic's length, identifier, properties
-ACKNOWLEDGED_BYTES = 4  # PUBACK
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A run to plan. layout: of the model. devices: that train. newcomers: that are only served. cohort: 0 for all.
-    serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet. first: the first
-    weights, None for any. seed: of the fleet. Codecs may be ``none``, as in experiments. labels: of the devices'
-    training samples; empty for ``PER_CLASS`` of each class. moving: the arrays that rounds train. schedule: whether
-    more of them may rest. ``auto`` is planned as the dearest codec that it may choose, a schedule as if none rested."""
-
-    label: str
-    method: Method
-    hyper: Any
-    layout: Layout
-    rounds: int
-    devices: int
-    newcomers: int = 0
-    cohort: int = 0
-    codec_up: str = "fp32"
-    codec_down: str = "fp32"
-    serve_every: int = 0
-    graph_bytes: int | None = None
-    first: Params | None = None
-    seed: int = 0
-    chunk_bytes: int = 0
-    fleet: str = ""
-    labels: Sequence[Any] = ()
-    moving: Moving = EVERYTHING
-    schedule: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: that the devices
     compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec and for a
-    schedule, None without them; payload_bytes is an upper limit then. absent: figure -> why it is not planned."""
+    schedule, None without them; payload_bytes is an upper limit then. sizes: what those of updates and models are of.
+    absent: figure -> why it is not planned."""
 
     label: str
     rounds: int
@@ -87,19 +42,24 @@ class Planned:
     joules: float | None = None
     board: str | None = None
     auto: str | None = None
+    sizes: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
-def planned(asked: Asked, board: Profile | None) -> Planned:
-    """The costs of a run. board: for seconds and joules."""
-    auto = _auto(asked)
-    asked = _in_place_of_auto(asked, 0)
-    sizes = _Sizes(asked)
+Rehearse = Callable[[Asked, float], Rehearsed]
+"""(a run with its codecs, operations of one device and round) -> sizes of updates and models. Raises FleetError."""
+
+
+def planned(asked: Asked, board: Profile | None, rehearse: Rehearse | None = None) -> Planned:
+    """The costs of a run. board: for seconds and joules. rehearse: without it sizes are those of noise."""
+    each, why = _flops(asked)
+    dear = _in_place_of_auto(asked, 0)
+    sizes, about = _sizes(dear, each, rehearse)
+    auto = _auto(asked, each, rehearse)
     kinds = sizes.kinds()
     payload = _sum(kinds)
     absent = {} if asked.graph_bytes is not None or not asked.serve_every else {
         "graph": "it is not made yet: metafleet init"}
-    each, why = _flops(asked)
     if why:
         absent["flops"] = why
     flops = None if each is None else each * sizes.cohort * asked.rounds
@@ -112,8 +72,22 @@ def planned(asked: Asked, board: Profile | None) -> Planned:
     return Planned(
         label=asked.label, rounds=asked.rounds, devices=asked.devices, cohort=sizes.cohort, payload_bytes=payload,
         kinds=kinds, chunk_bytes=sizes.chunk_overhead() if asked.chunk_bytes else None, flops=flops, seconds=seconds,
-        joules=joules, board=board.name if board else None, auto=auto, absent=absent,
+        joules=joules, board=board.name if board else None, auto=auto, sizes=about, absent=absent,
     )
+
+
+def _sizes(asked: Asked, flops: float | None, rehearse: Rehearse | None) -> tuple[Sizes, str]:
+    """The sizes, and what they are of. flops: of one device and round."""
+    noise = "of random values, which compress less than real updates: "
+    if rehearse is None:
+        return Sizes(asked), noise + "without a rehearsal"
+    if flops is None:
+        return Sizes(asked), noise + "operations of the model are not counted"
+    try:
+        rehearsed = rehearse(asked, flops)
+    except FleetError as error:
+        return Sizes(asked), f"{noise}{error}"
+    return Sizes(asked, rehearsed), rehearsed.about
 
 
 def _in_place_of_auto(asked: Asked, place: int) -> Asked:
@@ -123,13 +97,13 @@ def _in_place_of_auto(asked: Asked, place: int) -> Asked:
                    codec_down=choose_codec.possible("down", asked.codec_down, keeps)[place])
 
 
-def _auto(asked: Asked) -> str | None:
+def _auto(asked: Asked, flops: float | None, rehearse: Rehearse | None) -> str | None:
     """What is assumed for ``auto``, and the lower limit."""
     resting = "freeze = auto is planned as if no array came to rest, an upper limit" if asked.schedule else None
     if choose_codec.AUTO not in (asked.codec_up, asked.codec_down):
         return resting
     dear, cheap = (_in_place_of_auto(asked, place) for place in (0, -1))
-    least = _sum(_Sizes(cheap).kinds())
+    least = _sum(_sizes(cheap, flops, rehearse)[0].kinds())
     codecs = (f"auto is planned as {dear.codec_up} up and {dear.codec_down} down, an upper limit; with "
               f"{cheap.codec_up} and {cheap.codec_down} in every round the payload is {bytes_text(least.up)} up and "
               f"{bytes_text(least.down)} down")
@@ -138,174 +112,6 @@ def _auto(asked: Asked) -> str | None:
 
 def _sum(kinds: Mapping[str, Bytes]) -> Bytes:
     return Bytes(up=sum(one.up for one in kinds.values()), down=sum(one.down for one in kinds.values()))
-
-
-Transfers = list[tuple[float, int]]
-"""(how many, bytes of each)."""
-
-
-class _Sizes:
-    def __init__(self, asked: Asked):
-        self._asked, self._method = asked, asked.method
-        self._wire = asked.layout.extended(self._method.down, self._method.shared)
-        self._part = self._wire.part(asked.moving)
-        self._rng = np.random.default_rng(0)
-        self.cohort = min(asked.cohort or asked.devices, asked.devices)
-
-    def kinds(self) -> dict[str, Bytes]:
-        """Kind of traffic -> payload."""
-        return {
-            kind: Bytes(up=round(sum(n * size for n, size in up)), down=round(sum(n * size for n, size in down)))
-            for kind, (up, down) in self.transfers().items()
-        }
-
-    def transfers(self) -> dict[str, tuple[Transfers, Transfers]]:
-        """Kind of traffic -> (up, down)."""
-        asked, everyone = self._asked, self._asked.devices + self._asked.newcomers
-        found: dict[str, tuple[Transfers, Transfers]] = {
-            "model": ([], self._models()),
-            "update": ([(asked.rounds * self.cohort, self._size(asked.codec_up, self._method.shared, self._part))], []),
-        }
-        if asked.serve_every:
-            found["serve"] = ([], self._served(math.ceil(asked.rounds / asked.serve_every)))
-            found["graph"] = ([], [(everyone, asked.graph_bytes)] if asked.graph_bytes is not None else [])
-        return found
-
-    def _models(self) -> Transfers:
-        """The training models, and what devices alone receive. A model without arrays is fetched once."""
-        asked, groups, cohort = self._asked, self._method.down, self.cohort
-        own: Transfers = []
-        if self._method.per_device:
-            devices = {f"{EXAMPLE_NAME}{k}": self._params(self._method.per_device) for k in range(cohort)}
-            own = [(asked.rounds, per_device_bytes(devices, plain=asked.codec_down == PLAIN))]
-        if not groups:
-            return [(min(asked.devices, asked.rounds * cohort), self._size(asked.codec_down, groups)), *own]
-        if not asked.moving.everything:
-            return [*self._part_models(), *own]
-        if asked.codec_down == PLAIN:
-            return [(asked.rounds * cohort, self._size(PLAIN, groups)), *own]
-        sent: dict[int, float] = {}
-        for times, chain, holders in self._chains:
-            for share, held in holders:
-                for size in chain.fetched({held}):
-                    sent[size] = sent.get(size, 0.0) + times * share * cohort
-        return [*((count, size) for size, count in sent.items()), *own]
-
-    def _part_models(self) -> Transfers:
-        """Where some arrays are frozen: round 1 sends the model whole, later rounds a delta, and the values of what
-        moves to a device that was not asked in the round before: on average a share 1 - cohort/devices of those that
-        are asked. One that never had a model gets it whole."""
-        asked, groups, cohort = self._asked, self._method.down, self.cohort
-        later, absent = asked.rounds - 1, 1 - cohort / asked.devices
-        lacking = 0.0 if asked.codec_down == PLAIN else later * cohort * absent
-        values = asked.codec_down if asked.codec_down == PLAIN else "fp32"
-        until = asked.serve_every or asked.rounds  # from then on every device has had a served model
-        fresh = sum(cohort * absent**k for k in range(1, min(asked.rounds, until)))
-        return [
-            (cohort, self._first()),
-            (later * cohort - max(lacking, fresh), self._size(asked.codec_down, groups, self._part)),
-            (max(0.0, lacking - fresh), self._size(values, groups, self._part)),
-            (fresh, self._size(values, groups)),
-        ]
-
-    @cached_property
-    def _chains(self) -> list[tuple[int, DeltaChain, list[tuple[float, str]]]]:
-        """(number of rounds like this one, its chain as announced, shares of the devices that it asks with the model
-        that each share holds). A share p = cohort/devices was asked in the round before, (1 - p) p in the one before
-        that, and so on."""
-        asked, p, chunk = self._asked, self.cohort / self._asked.devices, LinkSection().chunk_bytes
-        size, whole = (self._size(codec, self._method.down) for codec in (asked.codec_down, "fp32"))
-        newest, links, models = self._delta(1, None, self._first()), tuple[Delta, ...](), list[str]()
-        sizes: list[int] | None = None
-        found: list[tuple[int, DeltaChain, list[tuple[float, str]]]] = []
-        for number in range(1, asked.rounds + 1):
-            closed = Checkpoint(number - 1, ServerState({}, {}), deltas=links)
-            chain = chain_of(closed, newest, whole, asked.chunk_bytes or chunk)
-            settled = sizes == (sizes := [len(one.data) for one in chain.earlier])  # so are later ones
-            holders = [((1 - p) ** missed * p, model) for missed, model in enumerate(reversed(models))]
-            holders.append(((1 - p) ** len(models), ""))
-            found.append((asked.rounds - number + 1 if settled else 1, self._named(chain, holders), holders))
-            if settled:
-                break
-            models.append(newest.model)
-            newest, links = self._delta(number + 1, newest.model, size), chain.kept
-        return found
-
-    def _named(self, chain: DeltaChain, holders: list[tuple[float, str]]) -> DeltaChain:
-        """The chain as it is announced: without links where they save less than their name in all manifests costs, if
-        some device needs the whole model beside them."""
-        lacking = [(share, Holder(held, chains=True)) for share, held in holders if held != chain.newest.base]
-        saved = self.cohort * sum(share * (chain.whole - sum(chain.fetched({one.base}))) for share, one in lacking)
-        both = 1 - (1 - sum(share for share, one in lacking if not chain.suits(one))) ** self.cohort
-        named = saved > both * NAMED_BYTES * (self._asked.devices + self._asked.newcomers)
-        return chain if named else replace(chain, earlier=())
-
-    def _passing(self, number: int) -> float:
-        """Devices that come by the training model of a round on the chain to the next one."""
-        if number >= self._asked.rounds:
-            return 0.0
-        _, chain, holders = self._chains[min(number, len(self._chains) - 1)]
-        return self.cohort * sum(share for share, held in holders if chain.follows({held}))
-
-    def _delta(self, number: int, base: str | None, size: int) -> Delta:
-        """Of ``size`` bytes that no other one has."""
-        data = self._rng.bytes(min(size, UNLIKE)).ljust(size, b"\0")
-        return Delta(number, self._rng.bytes(16).hex(), self._asked.codec_down, base, data)
-
-    def _served(self, times: int) -> Transfers:
-        """Every served model as ``broadcast.served_model`` publishes it: of the ways that there are, the one with the
-        fewest bytes. Each is taken to be new, and the codec to be fine enough."""
-        asked, method, cohort = self._asked, self._method, self.cohort
-        everyone = asked.devices + asked.newcomers
-        delta, part = (self._size(codec, method.shared, self._part) for codec in (asked.codec_down, "fp32"))
-        first = self._size("fp32", method.shared)
-        same = method.server.serves == "model" or (method.server.serves == "mean" and cohort == asked.devices)
-        sent: Transfers = []
-        for number in range(times):
-            share = asked_next(asked.cohort, asked.devices, number == times - 1)
-            whole = part if number else first
-            ways: list[Transfers] = [[(everyone, whole)]]
-            if same:  # the next training model; a delta for the others only where it has no other groups
-                free = share * asked.devices
-                fetch = (1 - share) * cohort if method.down == method.shared else 0.0
-                ways.append([(fetch, delta), (everyone - free - fetch, whole)])
-            trained: Transfers = [(cohort, delta), (everyone - cohort, whole)]
-            ways += [trained] if set(method.shared) <= set(method.down) else []
-            ways += [[(everyone, delta)]] if number else []
-            cheapest = min(ways, key=lambda way: sum(n * size for n, size in way))
-            if cheapest is trained and method.down:
-                hold = cohort + self._passing((number + 1) * asked.serve_every)
-                cheapest = [(hold, delta), (everyone - hold, whole)]
-            sent += cheapest
-        return sent
-
-    def _first(self) -> int:
-        first = self._asked.first
-        if first is None or self._asked.codec_down == PLAIN:
-            return self._size("fp32" if self._asked.codec_down != PLAIN else PLAIN, self._method.down)
-        groups = {group: first[group] for group in self._method.down if group in first}
-        return len(payloads.encode_whole(groups, self._asked.seed, self._wire.others(self._method.down))[1])
-
-    def _size(self, codec: str, groups: tuple[str, ...], layout: Layout | None = None) -> int:
-        """Bytes of these groups, encoded. layout: default whole."""
-        if codec == PLAIN:
-            return 4 * (layout or self._wire).parameters(groups)
-        return len(payloads.encode(codec, self._params(groups, layout)))
-
-    def _params(self, groups: tuple[str, ...], layout: Layout | None = None) -> Params:
-        return {
-            group: {name: self._rng.normal(size=array.shape) for name, array in named.items()}
-            for group, named in (layout or self._wire).zeros(groups).items()
-        }
-
-    def chunk_overhead(self) -> Bytes:
-        """MQTT bytes of all chunks beyond their payload, an acknowledgement counted in the other direction."""
-        topic_up = topics.upload(self._asked.fleet, EXAMPLE_NAME, self._asked.rounds, 0)
-        topic_down = topics.chunk(self._asked.fleet, EXAMPLE_ID, 0)
-        up, down = (sum(n * math.ceil(size / self._asked.chunk_bytes) for ways in self.transfers().values()
-                        for n, size in ways[way]) for way in (0, 1))
-        return Bytes(up=round(up * (PACKET_BYTES + len(topic_up)) + down * ACKNOWLEDGED_BYTES),
-                     down=round(down * (PACKET_BYTES + len(topic_down)) + up * ACKNOWLEDGED_BYTES))
 
 
 def _flops(asked: Asked) -> tuple[float | None, str]:

@@ -8,6 +8,7 @@ from fleet_core.base.errors import CodecError
 from fleet_core.codecs.frame import Reader
 from fleet_core.codecs.interface import Array
 from fleet_core.codecs.kinds.int8_channel import ChannelCodec
+from fleet_core.codecs.quantize import from_nibbles, nibble_bytes, nibbles
 
 
 class Int4(ChannelCodec):
@@ -18,16 +19,13 @@ class Int4(ChannelCodec):
     levels = 7
 
     def packed(self, codes: Array) -> bytes:
-        nibbles = np.zeros(len(codes) + len(codes) % 2, np.uint8)
-        nibbles[: len(codes)] = codes + 8
-        return (nibbles[::2] | nibbles[1::2] << 4).astype(np.uint8).tobytes()
+        return nibbles((codes + 8).astype(np.uint8))
 
     def unpacked(self, body: Reader, count: int) -> Array:
-        pairs = body.take("u1", self.packed_bytes(count))
-        nibbles = np.stack([pairs & 15, pairs >> 4], 1).reshape(-1)
-        if not nibbles[:count].all() or nibbles[count:].any():
+        codes = from_nibbles(body.take("u1", self.packed_bytes(count)), count)
+        if not codes.all():
             raise CodecError("has a code that is none of -7 to 7")
-        return nibbles[:count].astype(np.int8) - np.int8(8)
+        return codes.astype(np.int8) - np.int8(8)
 
     def packed_bytes(self, count: int) -> int:
-        return (count + 1) // 2
+        return nibble_bytes(count)

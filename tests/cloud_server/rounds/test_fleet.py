@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from cloud_server.broadcast import manifest as manifests
+from cloud_server.broker import server_messages
 from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
@@ -47,7 +48,7 @@ from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.protocol import chunks, device_messages, messages, topics
 from fleet_core.protocol.chunks import Blob, cut
-from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
+from fleet_core.protocol.device_messages import Answer, Down, Presence, Question, ServerPresence
 from fleet_core.protocol.round_messages import Manifest, UpdateRef, UploadManifest
 from fleet_core.protocol.signing import Signer
 from fleet_core.training.local_round import TrainResult
@@ -1051,6 +1052,18 @@ def test_a_manifest_goes_under_zstd_until_a_device_comes_that_does_not_read_it(f
     w.broker.publish(topics.presence(w.name, "older"), messages.encode(Presence("off", "boot", ver="1")), retain=True)
     assert w.pump(lambda: w.closed() == 3)
     assert body().startswith(MAGIC), "it has gone"
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["this version", "the version before"])
+def test_reports_and_offers_go_under_zstd_to_an_aggregator_that_reads_it(fleet, monkeypatch, reads):
+    monkeypatch.setattr(server_messages, "ServerPresence", lambda **given: ServerPresence(**{**given, "packed": reads}))
+    w, seen = fleet(rounds=2, devices=1), []
+    w.broker.faults = lambda client, message: [seen.append(message), message][1:]
+    start(w, "d0")
+    assert w.pump(lambda: w.closed() == 2)
+    sent = [one.payload for one in seen if one.topic.endswith(("/rep", "/m"))]
+    assert len(sent) >= 4
+    assert {one.startswith(MAGIC) for one in sent} == {reads}
 
 
 @pytest.mark.slow

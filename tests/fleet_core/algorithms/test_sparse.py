@@ -124,7 +124,8 @@ def distance(fleet: Fleet, rounds: int, active: int = DEVICES) -> float:
     ("codec", "method", "rounds", "bound"),
     [("topk-10", dyn(2), 150, 1e-3), ("topk-1", dyn(16), 400, 1e-2), ("lowrank", dyn(16), 150, 1e-3),
      ("ternary", dyn(2), 400, 1e-2), ("topk-10", SCAF, 150, 1e-3), ("topk-1", SCAF, 400, 1e-2),
-     ("lowrank", SCAF, 150, 1e-3), ("ternary", SCAF, 400, 1e-2)],
+     ("lowrank", SCAF, 150, 1e-3), ("ternary", SCAF, 400, 1e-2), ("topk-10-4bit", dyn(2), 150, 1e-3),
+     ("topk-1-4bit", dyn(16), 400, 1e-2), ("topk-10-4bit", SCAF, 150, 1e-3), ("topk-1-4bit", SCAF, 400, 1e-2)],
 )
 def test_sparse_updates_get_there(codec: str, method: tuple[str, dict[str, float]], rounds: int, bound: float) -> None:
     assert distance(Fleet(method, codec), rounds) < bound
@@ -139,7 +140,8 @@ def test_codecs_that_change_from_round_to_round_get_there(method: tuple[str, dic
 @pytest.mark.parametrize(
     ("codec", "method", "floor", "active"),
     [("topk-1", dyn(2), 1.0, 8), ("topk-01", dyn(2), 1.0, 8), ("lowrank", dyn(2), 1.0, 4),
-     ("mask", dyn(2), DIVERGED, 8), ("mask", SCAF, DIVERGED, 8), ("topk-01", SCAF, 0.1, 8)],
+     ("mask", dyn(2), DIVERGED, 8), ("mask", SCAF, DIVERGED, 8), ("topk-01", SCAF, 0.1, 8),
+     ("topk-1-4bit", dyn(2), 1.0, 8), ("topk-01-4bit", dyn(2), 1.0, 8), ("topk-01-4bit", SCAF, 0.1, 8)],
 )
 def test_where_a_codec_says_that_a_method_misses_it_does(
     codec: str, method: tuple[str, dict[str, float]], floor: float, active: int
@@ -150,7 +152,8 @@ def test_where_a_codec_says_that_a_method_misses_it_does(
 
 @pytest.mark.parametrize("method", [dyn(2), SCAF], ids=["dyn", "scaf"])
 @pytest.mark.parametrize(
-    ("codec", "rounds", "bound"), [("topk-10", 100, 1e-3), ("lowrank", 100, 1e-2), ("ternary", 100, 1e-2)]
+    ("codec", "rounds", "bound"),
+    [("topk-10", 100, 1e-3), ("topk-10-4bit", 100, 1e-3), ("lowrank", 100, 1e-2), ("ternary", 100, 1e-2)],
 )
 def test_sparse_models_get_there(
     method: tuple[str, dict[str, float]], codec: str, rounds: int, bound: float
@@ -159,7 +162,7 @@ def test_sparse_models_get_there(
 
 
 @pytest.mark.parametrize("method", [dyn(2), SCAF], ids=["dyn", "scaf"])
-@pytest.mark.parametrize(("codec", "floor"), [("topk-01", 0.3), ("mask", DIVERGED)])
+@pytest.mark.parametrize(("codec", "floor"), [("topk-01", 0.3), ("topk-01-4bit", 0.3), ("mask", DIVERGED)])
 def test_models_that_miss_are_said_to(method: tuple[str, dict[str, float]], codec: str, floor: float) -> None:
     assert CODECS[codec].remarks("down", ())
     assert distance(Fleet(method, "fp32", codec), 200, active=4) >= floor

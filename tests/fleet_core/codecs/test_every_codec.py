@@ -34,6 +34,7 @@ LAYOUT = Layout(
 SHAPES = LAYOUT.shapes(GROUPS)
 SEED = (5, 3, 0xDEADBEEF)
 FRAMED = [name for name, codec in CODECS.items() if isinstance(codec, frame.FramedCodec)]
+TOPK = [name for name in CODECS if name.startswith("topk")]
 FEEDBACK = [name for name, codec in CODECS.items() if codec.feedback]
 UNBIASED = [name for name, codec in CODECS.items() if codec.unbiased and not codec.lossless]
 KEY, WORDS = 5907621691000825550, [11208242713459863706, 9703051172814427650, 9876818554087966502]
@@ -93,13 +94,13 @@ def test_constant_arrays_are_within_the_bound(name: str, value: float) -> None:
     within(name, constant(value))
 
 
-@pytest.mark.parametrize("name", [n for n in CODECS if n not in ("topk-10", "topk-1", "topk-01", "mask")])
+@pytest.mark.parametrize("name", [n for n in CODECS if n not in (*TOPK, "mask")])
 def test_a_value_alone_in_its_array_keeps_two_digits(name: str) -> None:
     flat = {**constant(0.0), "head/single": np.array([0.7351], np.float32)}
     assert lost(name, flat) < 0.01
 
 
-@pytest.mark.parametrize("name", ["topk-10", "topk-1", "topk-01"])
+@pytest.mark.parametrize("name", TOPK)
 def test_the_largest_values_arrive(name: str) -> None:
     flat = noise(scale=1e-3)
     flat["body/kernel"][3, 1, 2] = -5.0
@@ -111,6 +112,25 @@ def test_of_equal_values_topk_sends_the_first() -> None:
     values = np.array([1, -2, 1, 0, 2, -1, 1, 1, 0, 1], np.float32)
     assert top_k._largest_places(values, 4).tolist() == [0, 1, 2, 4]
     assert top_k._largest_places(values, 2).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(("eight", "four"), [("topk-10", "topk-10-4bit"), ("topk-1", "topk-1-4bit")])
+def test_four_bits_are_shorter_and_no_value_that_is_sent_becomes_zero(eight: str, four: str) -> None:
+    rng = np.random.default_rng(0)
+    flat, shapes = {"a": np.asarray(rng.standard_t(3, 20_000), np.float32)}, {"a": (20_000,)}
+    sent = {name: CODECS[name].encode(flat, SEED) for name in (eight, four)}
+    assert len(sent[four]) < 0.8 * len(sent[eight])
+    values = {name: CODECS[name].decode(sent[name], shapes)["a"] for name in sent}
+    places = np.flatnonzero(values[four])
+    assert len(places) == 20_000 * CODECS[four].share
+    assert (np.sign(values[four][places]) == np.sign(flat["a"][places])).all()
+
+
+def test_a_half_byte_after_an_odd_number_of_codes_is_refused() -> None:
+    pairs = np.frombuffer(quantize.nibbles(np.array([5, 15, 8], np.uint8)), np.uint8)
+    assert quantize.from_nibbles(pairs, 3).tolist() == [5, 15, 8]
+    with pytest.raises(CodecError, match="a code too many"):
+        quantize.from_nibbles(np.array([0, 16], np.uint8), 3)
 
 
 def test_a_matrix_of_rank_two_arrives_to_bfloat16() -> None:
@@ -286,7 +306,7 @@ def test_a_body_larger_than_the_layout_allows_is_refused_before_it_takes_memory(
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
-@pytest.mark.parametrize("name", ["fp16", "int8-random", "ternary", "topk-10"])
+@pytest.mark.parametrize("name", ["fp16", "int8-random", "ternary", "topk-10", "topk-10-4bit"])
 def test_a_scale_that_is_none_is_refused(name: str, scale: float) -> None:
     body = frame.unpack(CODECS[name].encode(noise(), SEED), 1 << 20)
     with pytest.raises(CodecError, match="a scale that is negative or not finite"):
@@ -311,7 +331,8 @@ def test_a_scale_that_makes_values_infinite_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "last", "message"),
     [("ternary", b"\xff", "not five ternary digits"), ("int4", b"\x00", "a code that is none of"),
-     ("topk-10", b"\xff", r"has \d+ places; expected 16")],
+     ("topk-10", b"\xff", r"has \d+ places; expected 16"),
+     ("topk-10-4bit", b"\xff", r"has \d+ places; expected 16")],
 )
 def test_codes_that_there_are_not_are_refused(name: str, last: bytes, message: str) -> None:
     body = frame.unpack(CODECS[name].encode(noise(), SEED), 1 << 20)

@@ -13,7 +13,7 @@ import pytest
 from cloud_server.commands import cli
 from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.plan import experiment as experiments
-from cloud_server.laboratory.plan import planned_costs
+from cloud_server.laboratory.plan import planned_bytes, planned_costs
 from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.ledger.ledger_tables import Evaluation
 from fleet_core.base import config
@@ -109,12 +109,12 @@ def test_the_plan_of_an_experiment_is_what_its_simulation_sends(
     assert found["absent"] == dict.fromkeys(("joules", "seconds"), "no board is named: --board NAME")
 
 
-def asked(tmp_path: Path, **more: Any) -> planned_costs.Asked:
+def asked(tmp_path: Path, **more: Any) -> planned_bytes.Asked:
     experiment = lab.experiment(lab.recordings(tmp_path / "all.npz"), "fedavg", {"local_steps": 2})
     layout = workloads.layout_of(experiment, workloads.build(experiment))
     run = experiments.runs(experiment)[0]
     given = {"label": "x", "method": run.method, "hyper": run.hyper, "layout": layout, "rounds": 4, "devices": 3}
-    return planned_costs.Asked(**{**given, **more})
+    return planned_bytes.Asked(**{**given, **more})
 
 
 def test_auto_is_planned_as_the_dearest_codec_with_the_cheapest_as_lower_limit(tmp_path: Path) -> None:
