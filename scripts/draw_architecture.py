@@ -32,11 +32,12 @@ ROOMS: dict[str, Rows] = {
     "edge_agent": [
         [("commands", "the command line edge-agent")],
         [("rounds", "the agent's loop"), ("http", "answers over HTTP")],
-        [("inference", "personalize, check, answer")],
+        [("inference", "personalize, check, answer"), ("updates", "programs that are fetched")],
         [("compute", "child processes, ONNX sessions")],
         [("device", "state, slots, samples"), ("connection", "enrol, fetch, send")],
     ],
     "firmware_profiles": [
+        [("pulled", "updates that devices fetch")],
         [("image", "cards and images"), ("ssh", "install over SSH")],
         [("package", "the agent with its wheels")],
     ],
