@@ -23,7 +23,7 @@ from fleet_core.protocol.program_statement import Announcement, Statement, read_
 from fleet_core.protocol.signing import Verifier
 
 LOOK_S = 1.0
-ASK_AGAIN_S = 120.0
+ASK_AGAIN_S = 600.0
 RETRY_S, MOST_RETRY_S = 10.0, 900.0
 FETCHING, INSTALLING, RUNNING, REFUSED = "fetching", "installing", "running", "refused"
 

@@ -145,6 +145,7 @@ run_pull() {
     theirs rm -f "$FROM/ready" # it is asked for once; without an answer the agent asks again
     case $asked in *[!0-9\ ]* | "") return 0 ;; esac
     [ ! -e "$FLASH/armed" ] || return 0
+    ! answered "$asked" || return 0
     mkdir -p "$FLASH"
     printf 'serial=%s\nattempt=%s\n' "${asked% *}" "${asked#* }" >"$FLASH/asked"
     code=0
@@ -155,11 +156,15 @@ run_pull() {
     fi
 }
 
+# Whether this serial and attempt has its answer: the agent asked again meanwhile.
+answered() { [ "$(sed -n '1,2s/^[a-z]*=//p' "$ROOT/update-result" 2>/dev/null | tr '\n' ' ')" = "$1 " ]; }
+
 # What has failed is told and leaves nothing behind: CODE.
 settle() {
     [ "$1" -ne 0 ] || return 0
     said=$(sed -n '1s/^error: //p; 1q' "$FLASH/why")
     said=${said:-$(sed -n 1p "$FLASH/why")}
+    said=${said:-exit code $1}
     rm -rf "$GOT" "$ROOT"/.*.part
     if [ -e "$FLASH/armed" ]; then back "changing over failed: $said"; else answer refused "$said"; fi
 }

@@ -135,6 +135,13 @@ def test_links_in_the_agents_folder_do_not_show_what_only_root_may_read(device: 
     assert "root's own" not in str(device.result)
 
 
+def test_a_request_that_has_its_answer_is_not_tried_again(device: FakeRoot, tmp_path: Path) -> None:
+    device.pull(an_update(tmp_path, "1.1-bbb", DEAF), "5 1")
+    assert device.pull(an_update(tmp_path, "1.2-ccc"), "5 1")["outcome"] == "back"
+    assert device.runs == "1.0-aaa"
+    assert device.pull(an_update(tmp_path, "1.2-ccc"), "5 2")["outcome"] == "running"
+
+
 def test_a_request_that_is_no_two_numbers_is_dropped(device: FakeRoot, tmp_path: Path) -> None:
     assert device.pull(an_update(tmp_path, "1.1-bbb"), "$(touch /evil) 1") == {}
     assert device.runs == "1.0-aaa"
@@ -156,7 +163,7 @@ def test_killed_at_any_command_it_leaves_a_version_that_runs_and_the_next_try_su
     at, ended = 1, False
     while not ended:
         (device.path / "commands").unlink(missing_ok=True)
-        device.give(package, "5 1")
+        device.give(package)
         process = subprocess.Popen(
             ["/bin/sh", str(device.programs / "current/bin/update"), "pull"], env=device.environment(DIE_AT=str(at)),
             stderr=subprocess.DEVNULL, start_new_session=True)
@@ -174,13 +181,13 @@ def test_killed_at_any_command_it_leaves_a_version_that_runs_and_the_next_try_su
             assert not confirmed or device.result["outcome"] == "running" or _is_confirmed(device, package), at
         at += 3
     assert at > 20
-    assert device.pull(package, "6 1")["outcome"] == "running"
+    assert device.pull(package)["outcome"] == "running"
     assert device.runs == "1.1-bbb"
 
 
 def _is_confirmed(device: FakeRoot, package: UpdatePackage) -> bool:
     """Cut off between the confirmation and its answer: the program stays, and the agent asks again."""
-    return device.pull(package, "5 1")["outcome"] == "running"
+    return device.pull(package)["outcome"] == "running"
 
 
 # Mender

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import os
 import platform
 import subprocess
@@ -23,6 +24,7 @@ from tests.support.loopback_board import SIGNING
 from tests.support.paths import ROOT
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+ATTEMPTS = itertools.count(1)
 UNITS = {"metafleet.service": "[Service]\nExecStart=x\n", "metafleet-update.service": "one\n"}
 
 AGENT = f'''#!/bin/sh
@@ -77,12 +79,12 @@ class FakeRoot:
         return subprocess.run(["/bin/sh", str(self.programs / "current/bin" / script), *words], text=True,
                               env=self.environment(**more), capture_output=True, check=False, timeout=120)
 
-    def give(self, package: UpdatePackage, ready: str = "1 1") -> None:
-        """Puts a package where the agent puts it."""
+    def give(self, package: UpdatePackage, ready: str = "") -> None:
+        """Puts a package where the agent puts it. ready: serial and attempt; default: a new attempt."""
         update_package.save(package, self.inbox)
-        (self.inbox / "ready").write_text(ready)
+        (self.inbox / "ready").write_text(ready or f"1 {next(ATTEMPTS)}")
 
-    def pull(self, package: UpdatePackage, ready: str = "1 1", **more: str) -> dict[str, str]:
+    def pull(self, package: UpdatePackage, ready: str = "", **more: str) -> dict[str, str]:
         self.give(package, ready)
         self.update("pull", **more)
         return self.result
