@@ -23,7 +23,8 @@ from fleet_core.protocol.program_statement import Announcement, Statement, read_
 from fleet_core.protocol.signing import Verifier
 
 LOOK_S = 1.0
-ASK_AGAIN_S = 600.0
+ASK_AGAIN_S, AFTER_START_S = 600.0, 10.0
+"""Root does nothing twice for the same request."""
 RETRY_S, MOST_RETRY_S = 10.0, 900.0
 FETCHING, INSTALLING, RUNNING, REFUSED = "fetching", "installing", "running", "refused"
 
@@ -114,6 +115,7 @@ class ProgramUpdates:
         if answer is not None and answer[:2] == key:
             self._tell(answer[2], answer[3], *key)
         elif self._folder.asked() == key:
+            self._asked_at = self._clock() - ASK_AGAIN_S + AFTER_START_S  # the power may have gone before root heard
             self._tell(INSTALLING, "", *key)
         elif self._version == statement.version:
             self._tell(RUNNING, "", *key)
@@ -132,9 +134,9 @@ class ProgramUpdates:
 
     def _stop(self) -> None:
         self._fetcher.cancel()
-        if self._download is not None:
+        if self._download is not None and self._download.busy:
             self._download.stop()
-        if self._file is not None:
+        elif self._file is not None:
             self._file.close()
         self._file = self._download = None
 

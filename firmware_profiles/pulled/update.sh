@@ -27,12 +27,16 @@ MOST_BYTES=65536
 
 # In the agent's folder, reads and removes with the agent's rights alone, so that a link there leads nowhere.
 theirs() {
-    if [ -n "$TOP" ] || [ "$FROM" != "$AGENT/update" ]; then "$@"; else setpriv --reuid=metafleet --regid=metafleet --clear-groups -- "$@"; fi
+    if [ -n "$TOP" ]; then "$@"; else setpriv --reuid=metafleet --regid=metafleet --clear-groups -- "$@"; fi
 }
 
 # A copy that is root's own: NAME BYTES, of at most that many.
 get() {
-    theirs head -c "$(($2 + 1))" "$FROM/$1" >"$GOT/$1"
+    if [ "$FROM" = "$AGENT/update" ]; then
+        theirs head -c "$(($2 + 1))" "$FROM/$1" >"$GOT/$1"
+    else
+        head -c "$(($2 + 1))" "$FROM/$1" >"$GOT/$1"
+    fi
     [ "$(wc -c <"$GOT/$1")" -le "$2" ] || unsigned "$1 has more than $2 bytes"
 }
 
@@ -171,10 +175,14 @@ settle() {
 
 run_install() {
     FROM=$1
-    rm -f "$FLASH/asked"
+    if [ ! -e "$FLASH/armed" ]; then
+        rm -f "$FLASH/asked"
+        echo "$RUN" >"$FLASH/installed"
+    fi
     code=0
     RUN=$RUN /bin/sh "$HERE/$(basename "$0")" locked-install "$1" "$((PATIENCE_S + COMMIT_S))" 2>"$FLASH/why" || code=$?
     cat "$FLASH/why" >&2
+    [ "$code" -ne 6 ] || exit 6
     settle "$code"
     [ "$code" -eq 0 ] || exit "$code"
     [ -e "$FLASH/armed" ] || return 0
@@ -183,14 +191,20 @@ run_install() {
     exit 8
 }
 
+# What "install" armed, not what somebody else did.
+ours() { [ -e "$FLASH/armed" ] && [ "$(told "$FLASH/armed/run")" = "$(told "$FLASH/installed")" ]; }
+
 # A program that ran already, or was committed before, stays.
 run_commit() {
-    [ -e "$FLASH/armed" ] || { [ ! -e "$FLASH/last-return" ] || exit 8; return 0; }
-    returned 0 || exit 8
-    confirm "$(told "$FLASH/armed/run")"
+    if ours; then
+        returned 0 || exit 8
+        confirm "$(told "$FLASH/armed/run")"
+    else
+        [ "$(current)" = "$(field version)" ] || exit 8
+    fi
 }
 
-run_undo() { [ ! -e "$FLASH/armed" ] && [ ! -e "$FLASH/back" ] || back "undone"; }
+run_undo() { if ours || [ -e "$FLASH/back" ]; then back "undone"; fi; }
 
 with_lock() {
     mkdir -p "$FLASH"

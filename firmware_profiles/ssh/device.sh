@@ -319,6 +319,7 @@ run() {
 back() {
     [ -e "$FLASH/back" ] || mv -T "$FLASH/armed" "$FLASH/back" 2>/dev/null || exit 4
     previous=$(told "$FLASH/back/previous")
+    [ -n "$previous" ] || systemctl disable --now metafleet-update.path >/dev/null 2>&1 || :
     while IFS= read -r path; do
         if [ -e "$FLASH/back/files/$path" ]; then put "$FLASH/back/files/$path" "$TOP/$path"; else rm -f "$TOP/$path"; fi
     done <"$FLASH/back/changed"

@@ -242,6 +242,18 @@ def test_mender_goes_back_when_a_program_or_another_part_fails(
     assert not (device.programs / ".flash/armed").exists()
 
 
+def test_mender_leaves_alone_what_somebody_else_has_armed(device: FakeRoot, tmp_path: Path) -> None:
+    package = an_update(tmp_path, "1.1-bbb")
+    update_package.save(package, tmp_path / "api/files")
+    armed = device.programs / ".flash/armed"
+    armed.mkdir(parents=True)
+    (armed / "run").write_text("of-an-operator\n")
+    assert mender(device, tmp_path / "api", "ArtifactInstall").returncode == 6
+    assert mender(device, tmp_path / "api", "ArtifactFailure").returncode == 0
+    assert armed.exists()
+    assert device.runs == "1.0-aaa"
+
+
 def test_mender_brings_no_program_of_another_fleet(device: FakeRoot, tmp_path: Path) -> None:
     update_package.save(an_update(tmp_path, "1.1-bbb", signing=FOREIGN), tmp_path / "api/files")
     done = mender(device, tmp_path / "api", "ArtifactInstall")
