@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloud_server.devices.devices import FLEET, JSON, seconds_of
-from fleet_core.base import processes, schema, storage, terminal
+from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError, shortened
 from fleet_core.base.processes import typed
 
@@ -53,6 +53,7 @@ def start(
     from cloud_server.records.fleet_folder import Fleet
     from firmware_profiles.pulled import update_package
     from firmware_profiles.ssh.side_by_side import sizes_of
+    from fleet_core.base import storage
     from fleet_core.protocol import program_statement
 
     made = Fleet.load(fleet)
