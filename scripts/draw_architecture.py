@@ -22,7 +22,8 @@ ROOMS: dict[str, Rows] = {
          ("devices", "enrol, revoke, flash, ask")],
         [("laboratory.plan", "experiment, samples, costs"), ("running", "aggregator process, demo")],
         [("rounds", "the round: open, receive, close"), ("integrations", "Prometheus, MLflow and others")],
-        [("identity", "certificates and tokens"), ("broadcast", "manifest and models down")],
+        [("broadcast", "manifest, models, programs")],
+        [("identity", "certificates and tokens")],
         [("broker", "mosquitto, publishing"), ("reports", "report, tables, live view"),
          ("choices", "methods, codecs, boards")],
         [("results", "result.json, bill, verdict")],
@@ -32,11 +33,12 @@ ROOMS: dict[str, Rows] = {
     "edge_agent": [
         [("commands", "the command line edge-agent")],
         [("rounds", "the agent's loop"), ("http", "answers over HTTP")],
-        [("inference", "personalize, check, answer")],
+        [("inference", "personalize, check, answer"), ("updates", "programs that are fetched")],
         [("compute", "child processes, ONNX sessions")],
         [("device", "state, slots, samples"), ("connection", "enrol, fetch, send")],
     ],
     "firmware_profiles": [
+        [("pulled", "updates that devices fetch")],
         [("image", "cards and images"), ("ssh", "install over SSH")],
         [("package", "the agent with its wheels")],
     ],

@@ -4,5 +4,5 @@
 ``manifest`` builds and signs the message that opens a round. ``models_down`` encodes the training models,
 ``delta_chain`` knows the deltas of earlier rounds that devices missed, ``served_model`` encodes the models that devices
 answer with, ``round_codecs`` knows each round's codecs, ``round_arrays`` the arrays that it trains. ``open_round`` is
-the state of the round that is open.
+the state of the round that is open. ``program_waves`` announces programs that devices fetch.
 """

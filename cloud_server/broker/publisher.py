@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,8 +18,9 @@ from pathlib import Path
 from fleet_core.base import storage
 from fleet_core.link.interface import Link
 from fleet_core.protocol import topics
-from fleet_core.protocol.chunks import Blob, cut
+from fleet_core.protocol.chunks import Blob
 
+Data = bytes | mmap.mmap
 MAX_UNACKNOWLEDGED = 100
 MAX_KEPT_BYTES = 1 << 20
 REPUBLISH_S = 30.0
@@ -28,25 +30,29 @@ RETAINED_S = 2.0  # how long to wait for retained messages to come back
 class Publisher:
     """Call ``tick`` often; it sends while fewer than 100 publishes are unacknowledged.
 
-    kept: the file that lists the blobs that may be at the broker, id -> number of chunks.
+    kept: the file that lists the blobs that may be at the broker, id -> number of chunks. topic: of the manifest; by
+    default that of the rounds. The bytes of a blob may be a file that is mapped into memory.
     """
 
     def __init__(
-        self, fleet: str, link: Link, kept: Path, *, clock: Callable[[], float], log: Callable[[str], None]
+        self, fleet: str, link: Link, kept: Path, *, clock: Callable[[], float], log: Callable[[str], None],
+        topic: str = "",
     ):
+        self._topic = topic or topics.current(fleet)
         self._fleet, self._link, self._kept_path = fleet, link, kept
         self._clock, self._log = clock, log
-        self._blobs: dict[str, tuple[Blob, bytes]] = {}
+        self._blobs: dict[str, tuple[Blob, Data]] = {}
         self._stale = self._read_kept()
         self._manifest: bytes | None = None
-        self._queue: deque[tuple[str, bytes, str]] = deque()  # topic, payload, id of the blob that this clears
+        # topic, payload, id of the blob that this clears
+        self._queue: deque[tuple[str, bytes | memoryview, str]] = deque()
         self._awaited: dict[str, bytes] = {}  # topic -> payload: subscribed to, and not come back yet
         self._awaited_since = self._sent_at = 0.0
         self._republished_at = -math.inf
-        self._verifying = self._verified = False
+        self._verifying = self._verified = self._withdrawn = False
         self._losses_in_a_row = 0
 
-    def blob(self, blob: Blob, data: bytes) -> Blob:
+    def blob(self, blob: Blob, data: Data) -> Blob:
         """Publishes a blob unless it is published already."""
         if blob.id not in self._blobs:
             self._blobs[blob.id] = (blob, data)
@@ -58,9 +64,20 @@ class Publisher:
     def manifest(self, signed: bytes, keep: set[str]) -> None:
         """Publishes the manifest after its blobs, then clears every blob whose id is not in ``keep``."""
         self._manifest = signed
-        self._queue.append((topics.current(self._fleet), signed, ""))
+        self._withdrawn = False
+        self._queue.append((self._topic, signed, ""))
         for blob_id in [name for name in self._blobs if name not in keep]:
             self._stale[blob_id] = self._blobs.pop(blob_id)[0].n
+        self._clear_stale()
+        self._write_kept()
+
+    def withdraw(self) -> None:
+        """Clears the manifest and every blob."""
+        self._manifest, self._withdrawn = None, True
+        self._queue.clear()
+        self._queue.append((self._topic, b"", ""))
+        self._stale.update({blob_id: blob.n for blob_id, (blob, _) in self._blobs.items()})
+        self._blobs.clear()
         self._clear_stale()
         self._write_kept()
 
@@ -79,7 +96,7 @@ class Publisher:
         """Subscribes to the messages that the broker should have retained."""
         self._awaited = {topic: part for blob, data in self._blobs.values() for topic, part in self._ends(blob, data)}
         if self._manifest is not None:
-            self._awaited[topics.current(self._fleet)] = self._manifest
+            self._awaited[self._topic] = self._manifest
         self._awaited_since = self._clock()
         self._link.subscribe(*self._awaited)
 
@@ -134,11 +151,14 @@ class Publisher:
                 self._send(blob, data)
         self._queue += newer
         if self._manifest is not None:
-            if lost.get(topics.current(self._fleet)) == self._manifest:
-                self._queue.append((topics.current(self._fleet), self._manifest, ""))
+            if lost.get(self._topic) == self._manifest:
+                self._queue.append((self._topic, self._manifest, ""))
+            self._clear_stale()
+        elif self._withdrawn:
+            self._queue.append((self._topic, b"", ""))
             self._clear_stale()
 
-    def _ends(self, blob: Blob, data: bytes) -> list[tuple[str, bytes]]:
+    def _ends(self, blob: Blob, data: Data) -> list[tuple[str, bytes]]:
         """(topic, payload) of the first chunk, which has the full size, and of the last one, which was sent last."""
         last = blob.n - 1
         parts = ((0, data[: blob.chunk]), (last, data[last * blob.chunk :]))
@@ -151,7 +171,7 @@ class Publisher:
         self._check_lost()
         while self._ready_to_send:
             topic, payload, cleared = self._queue[0]
-            self._link.publish(topic, payload, retain=True)
+            self._link.publish(topic, bytes(payload), retain=True)
             self._sent_at = self._clock()
             self._queue.popleft()
             self._stale.pop(cleared, None)
@@ -166,8 +186,9 @@ class Publisher:
     def idle(self) -> bool:
         return not self._queue and not self._awaited
 
-    def _send(self, blob: Blob, data: bytes) -> None:
-        parts = cut(data, blob)
+    def _send(self, blob: Blob, data: Data) -> None:
+        view = memoryview(data)
+        parts = (view[k * blob.chunk : (k + 1) * blob.chunk] for k in range(blob.n))
         self._queue.extend((topics.chunk(self._fleet, blob.id, k), part, "") for k, part in enumerate(parts))
 
     def _clear_stale(self) -> None:

@@ -19,6 +19,7 @@ from cloud_server.commands.start import application
 from cloud_server.devices import flash
 from cloud_server.devices.devices import BROKER_OPTION, FLEET, JSON, PLAIN, broker_url, devices_app, enrolled_device
 from cloud_server.devices.programs import programs_app
+from cloud_server.devices.updates import updates_app
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError, installed
 from fleet_core.base.processes import typed
@@ -37,6 +38,7 @@ app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")
 app.add_typer(profiles_app, name="profiles")
 app.add_typer(programs_app, name="programs")
+app.add_typer(updates_app, name="updates")
 app.add_typer(bundle.bundle_app, name="bundle")
 
 CODEC = Annotated[str | None, typer.Option("--codec", metavar="CODEC", help="See 'metafleet codecs'; up:NAME,down:NAME "

@@ -44,6 +44,11 @@ EXAMPLES = {
     "profiles show": "metafleet profiles show raspberry-pi-4b",
     "programs sbom": "metafleet programs sbom 0.1.0-3fa9c1d2e0",
     "programs clear": "metafleet programs clear",
+    "updates start": "metafleet updates start greenhouse pi-07.toml --waves 1,5,20",
+    "updates status": "metafleet updates status greenhouse",
+    "updates resume": "metafleet updates resume greenhouse",
+    "updates abort": "metafleet updates abort greenhouse",
+    "updates save": "metafleet updates save greenhouse pi-07.toml artifact",
     "bundle verify": "metafleet bundle verify greenhouse.bundle",
 }
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from cloud_server.devices import pause, roll_back
+from cloud_server.devices import pause, roll_back, updates
 from cloud_server.identity import token_enrolment
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round
+from cloud_server.records import update_record
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.results import result
@@ -32,6 +33,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
     stalled, ended = ledger.fact("stalled"), ledger.fact(ENDED)
     used_up, shut_out = resting(ledger, time.time()), quarantine.quarantined(ledger)
     known, went_back = enrolled.keys() - shut_out, roll_back.last(ledger)
+    update = update_record.read(fleet.folder)
     private = privacy_budget.facts(fleet.config.privacy, ledger)
     named = {name: why for name, why in quarantine.suspects(ledger).items() if name in known}
     return {
@@ -46,7 +48,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
         **({"quarantined": shut_out} if shut_out else {}), **({"rolled_back": went_back} if went_back else {}),
-        **({"privacy": private} if private else {}),
+        **({"privacy": private} if private else {}), **({"update": updates.facts(update)} if update else {}),
     }
 
 
@@ -80,6 +82,8 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     if facts["programs"]:
         versions = (f"{version} on {count}" for version, count in facts["programs"].items())
         yield f"agents, by what each device said last: {', '.join(versions)}"
+    if "update" in facts:
+        yield from updates.lines(facts["update"], fleet)
     if "privacy" in facts:
         yield privacy_budget.sentence(facts["privacy"])
     payload = facts["totals"].get("payload_bytes")

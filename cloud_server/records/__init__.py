@@ -3,4 +3,5 @@
 ``fleet_settings`` has the keys of fleet.toml, ``fleet_folder`` reads it and defines the paths, ``tariff`` reads
 tariff.toml. ``spool`` holds the verified updates of the open round, ``checkpoint`` the state after each closed round;
 ``read_served_model`` reads the served model from it. ``training_graph`` keeps the graph that devices train with.
+``update_record`` says how far an update of the devices' programs is.
 """

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from cloud_server.broadcast.open_round import OpenRound
+from cloud_server.broadcast.program_waves import REQUEST as UPDATE
 from cloud_server.broker import requirements
 from cloud_server.ledger import disk_errors
 from cloud_server.ledger.ledger import Ledger, requested_at
@@ -103,6 +104,8 @@ class Coordinator:
             self._go_on()
         self._parts.publisher.tick()
         self._parts.left.tick()
+        if self.link.connected:
+            self._parts.programs.tick()
         return bool(events)
 
     def _go_on(self) -> None:
@@ -186,6 +189,7 @@ class Coordinator:
         self._parts.left.connected()
         self._parts.messages.announce("on")
         self._parts.publisher.reconnected()
+        self._parts.programs.reconnected()
 
     def _requests(self, *, now: bool = False) -> None:
         """What the command line asked for through the ledger."""
@@ -209,6 +213,8 @@ class Coordinator:
                 self._parts.quarantine.quarantine(name, "an operator asked for it")
             elif what == "release":
                 self._parts.quarantine.release(name, self.checkpoint.round)
+            elif key == UPDATE:
+                self._parts.programs.request(value)
             elif key == REQUEST:
                 self._parts.roll_backs.request(value)
                 continue

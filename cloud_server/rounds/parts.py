@@ -9,6 +9,7 @@ from functools import partial
 from cloud_server.broadcast.manifest import Manifests
 from cloud_server.broadcast.models_down import ModelsDown
 from cloud_server.broadcast.open_round import Rounds
+from cloud_server.broadcast.program_waves import ProgramWaves
 from cloud_server.broadcast.round_arrays import RoundArrays
 from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.broadcast.served_model import ServedModels
@@ -59,6 +60,7 @@ class Parts:
     codecs: RoundCodecs
     arrays: RoundArrays
     publisher: Publisher
+    programs: ProgramWaves
     models: ModelsDown
     served: ServedModels
     manifests: Manifests
@@ -130,6 +132,7 @@ def assemble(
     return Parts(
         fleet=fleet, ledger=ledger, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints,
         spool=spool, costs=ReportedCosts(ledger), codecs=codecs, arrays=arrays, publisher=publisher, models=models,
+        programs=ProgramWaves(fleet, link, ledger, audit, clock=clock, now=now, log=log),
         served=served, manifests=manifests, messages=messages, tell=tell, receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
             members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log

@@ -39,6 +39,7 @@ class DeviceMessages:
             self._read_requests()
             return self._parts.enrolments.on_request(address.key, payload)
         if not address.device:
+            self._parts.programs.publisher.heard(topic, payload)
             return self._parts.publisher.heard(topic, payload)
         if address.kind == "an":
             return
@@ -90,6 +91,7 @@ class DeviceMessages:
             self._publish_way(Holder(report.base or "", report.base is not None))
         if report.want == "chunks":
             self._parts.publisher.again()
+            self._parts.programs.publisher.again()
         if report.pending is not None:
             self._tell_fate(device, report.pending)
         with self._ledger.transaction(durable=False):  # all or nothing

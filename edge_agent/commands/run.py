@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
 from edge_agent.rounds.agent_costs import AgentCosts
+from edge_agent.updates import update_folder
+from edge_agent.updates.program_updates import ProgramUpdates
 from fleet_core.base import processes
 from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator
@@ -58,7 +61,8 @@ def run(
         log(f"{remark} ('edge-agent doctor' says more)")
     agent = Agent(
         settings, state, link, service, accounts, _trainer(settings, limits, log), limits=limits,
-        board=board_of(home, settings), renewal=_renewal(home, settings, link, boot, log), boot=boot, log=log,
+        board=board_of(home, settings), renewal=_renewal(home, settings, link, boot, log),
+        updates=_updates(home, settings, link, log), boot=boot, log=log,
     )
     _restore(service, log)
     with accounts.metering(), _http_server(home, settings, service, log), _metrics(settings, agent, log):
@@ -88,6 +92,17 @@ def _renewal(
     if settings.tls.renew_after is None:
         return None
     return Renewal(home, settings, link, boot=boot, take_up=link.use_certificate, log=log)
+
+
+def _updates(home: Path, settings: Settings, link: MqttLink, log: Callable[[str], None]) -> ProgramUpdates | None:
+    """None where the agent was not flashed, so that root would install nothing."""
+    if not update_folder.can_install():
+        return None
+    device = settings.device
+    return ProgramUpdates(
+        device.fleet, device.name, device.key, home, link, running(), clock=time.monotonic,
+        now_ms=lambda: int(time.time() * 1000), log=log,
+    )
 
 
 def _loop(agent: Agent, stopped: Callable[[], bool]) -> None:

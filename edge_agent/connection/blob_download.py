@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import MessageError
@@ -12,6 +13,22 @@ from fleet_core.protocol.chunks import Blob, Inbox
 
 SILENCE_S, MOST_SILENCE_S = 3.0, 60.0
 MISSING = 2  # silences in a row before ``missing`` is called
+
+
+class Receiver(Protocol):
+    """Takes the chunks of a blob, as ``chunks.Inbox`` does."""
+
+    @property
+    def blob(self) -> Blob: ...
+
+    @property
+    def complete(self) -> bool: ...
+
+    def put(self, k: int, data: bytes) -> bool: ...
+
+    def missing_segment(self) -> int | None: ...
+
+    def take(self) -> bytes: ...
 
 
 class Fetcher:
@@ -28,7 +45,7 @@ class Fetcher:
     ):
         self._fleet, self._link, self._book, self._missing = fleet, link, book, missing
         self._backoff = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
-        self._inbox: Inbox | None = None
+        self._inbox: Receiver | None = None
         self._kind = ""
         self._received_bytes = 0
         self._segment: int | None = None
@@ -40,10 +57,13 @@ class Fetcher:
 
     def start(self, blob: Blob, limit: int, kind: str) -> None:
         """Begins, unless this blob is already being fetched. Raises MessageError for a blob over ``limit`` bytes."""
-        if self.target == blob.id:
-            return
+        if self.target != blob.id:
+            self.into(Inbox(blob, limit), kind)
+
+    def into(self, inbox: Receiver, kind: str) -> None:
+        """Fetches what ``inbox`` misses."""
         self.cancel()
-        self._inbox, self._kind = Inbox(blob, limit), kind
+        self._inbox, self._kind = inbox, kind
         self._backoff.reset()
         self._request_segment()
 

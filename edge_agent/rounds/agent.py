@@ -31,6 +31,7 @@ from edge_agent.rounds.reports import LOOK_S, Reporter
 from edge_agent.rounds.secure_update import SecureUpdates
 from edge_agent.rounds.served_model_update import ServedModelUpdate
 from edge_agent.rounds.train_job import TrainJobs, still_asked
+from edge_agent.updates.program_updates import ProgramUpdates
 from fleet_core.base.errors import FleetError, MessageError, RevokedError, RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
@@ -58,6 +59,7 @@ class Agent:
         limits: Limits | None = None,
         board: str = "",
         renewal: Renewal | None = None,
+        updates: ProgramUpdates | None = None,
         boot: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
@@ -94,7 +96,9 @@ class Agent:
         self._serving = ServedModelUpdate(
             service, self._models, self._fetcher, accounts, self._reporter, trainer, self.adapter, self._training, log,
         )
-        self._disk, self._renewal = Disk(home.folder, clock), renewal
+        self._disk, self._renewal, self._programs = Disk(home.folder, clock), renewal, updates
+        if updates is not None:
+            updates.changed, updates.missing = self._announce, self._reporter.missing
         self._unwritten: tuple[str, bytes] | None = None  # the message that a full disk kept from being written
         self._attempts = Attempts(self._on_failed, log)
         self._server_boot, self._server_away = "", False
@@ -137,6 +141,8 @@ class Agent:
         for worker in (self.trainer, self.adapter):
             if worker is not None:
                 worker.stop()
+        if self._programs is not None:
+            self._programs.close()
         self._reporter.leave()
         self.link.close()
 
@@ -158,6 +164,8 @@ class Agent:
         self._reporter.tick()
         if self._renewal is not None and self._reporter.known:
             self._renewal.tick(self._check.time_ms / 1000)
+        if self._programs is not None:
+            self._programs.tick()
         if self._reporter.unheard and self._server_boot and self.link.connected:
             self._announce(again=True)
         if self._clock() - self._looked > LOOK_S:
@@ -192,6 +200,7 @@ class Agent:
             topics.server(self.fleet),
             topics.down(self.fleet, self.name),
             topics.question(self.fleet, self.name, "+"),
+            *(() if self._programs is None else (topics.program(self.fleet),)),
         )
         self._announce()
         if again:
@@ -208,6 +217,8 @@ class Agent:
             self._on_manifest(payload)
         elif address.kind == "srv":
             self._on_server(messages.decode(ServerPresence, payload))
+        elif address.kind == "program" and self._programs is not None:
+            self._programs.on_announcement(payload)
         elif address.kind == "b":
             self._on_chunk(address.key, topics.number(address.part), payload)
         elif address.kind == "dn" and address.device == self.name:
@@ -243,6 +254,8 @@ class Agent:
             self._reporter.report()
 
     def _on_chunk(self, blob_id: str, k: int | None, payload: bytes) -> None:
+        if self._programs is not None and self._programs.on_chunk(blob_id, k, payload):
+            return
         data = None if k is None else self._fetcher.put(blob_id, k, payload)
         manifest = self.manifest
         if data is None or manifest is None:
@@ -420,6 +433,7 @@ class Agent:
             layouts=() if graph is None else (graph.layout.hash,),
             base=self._models.base,
             again=again,
+            update=None if self._programs is None else self._programs.state,
         )
 
 

@@ -19,7 +19,7 @@ from fleet_core.board.limits import Limits
 from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.link.interface import Link
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.device_messages import MAX_BOARD, Answer, Presence, Report
+from fleet_core.protocol.device_messages import MAX_BOARD, Answer, Presence, Report, UpdateState
 
 HEARTBEAT_S = 2.0
 LOOK_S = 5.0
@@ -96,9 +96,11 @@ class Reporter:
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
-    def announce(self, *, layouts: tuple[str, ...], base: str, again: bool = False) -> None:
+    def announce(
+        self, *, layouts: tuple[str, ...], base: str, again: bool = False, update: UpdateState | None = None
+    ) -> None:
         """Publishes the presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the
-        graphs here. base: id of the training model that this device holds."""
+        graphs here. base: id of the training model that this device holds. update: of programs that it fetches."""
         if again:
             self._backoff.repeat()
         else:
@@ -124,6 +126,7 @@ class Reporter:
             secure=has_certificate(self._settings),
             engines=self._limits.engines,
             board=self._board[:MAX_BOARD],
+            update=update,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

@@ -5,7 +5,7 @@ A plain folder, ``metafleet/``, on the card's first partition or sent over SSH:
     install.sh          installs everything; POSIX shell, no network
     package.env         the program's version and SHA-256, and the system that it is for
     program.tar.gz      the agent and its wheels (``firmware_profiles.package.program``)
-    metafleet.service   the unit
+    metafleet.service   the unit; metafleet-update.* install a program that the agent fetches
     PACKAGE             what the fleet's key signs: the archive, and the SHA-256 of every other file but the token
     MANIFEST.sha256     the program's files
     etc/                device.toml, the authority's certificate, the board's profile
@@ -57,14 +57,15 @@ class Signing:
     fleet: str
     signer: Signer = field(repr=False)
 
-    def statement(self, program: Program, files: Mapping[str, bytes]) -> bytes:
-        """The signed statement of a program, with ``files`` that come with it. Raises FlashError for an archive that
-        cannot be read."""
+    def statement(self, program: Program, files: Mapping[str, bytes], *, older: bool = False) -> bytes:
+        """The signed statement of a program, with ``files`` that come with it. older: it may be older than the one
+        that runs. Raises FlashError for an archive that cannot be read."""
         manifest = program_files.content_of(program.path).manifest
         hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         text = Statement(
             self.fleet, program.version, program.python, program.arch, int(time.time() * 1000),
-            hashlib.sha256(manifest).hexdigest(), program.sha256, program.size_bytes, files=hashes,
+            hashlib.sha256(manifest).hexdigest(), program.sha256, program.size_bytes, older,
+            hashes,
         ).text()
         return self.signer.sign(text)
 
@@ -99,7 +100,7 @@ def make(
     files = [
         File("install.sh", INSTALL.read_bytes(), 0o755),
         File("package.env", _environment(machine, program).encode()),
-        File(systemd_unit.NAME, systemd_unit.text(machine).encode()),
+        *(File(name, text.encode()) for name, text in systemd_unit.texts(machine).items()),
     ]
     for name, data in sorted(home.items()):
         if not PLAIN_NAME.fullmatch(name):

@@ -86,7 +86,9 @@ put_settings() {
         [ -f "$file" ] || continue
         put "$file" "$ROOT/var/lib/metafleet/$(basename "$file")" 0600 "$USER:$USER"
     done
-    put metafleet.service "$ROOT/etc/systemd/system/metafleet.service" 0644 root:root
+    for unit in metafleet*.service metafleet*.path; do
+        put "$unit" "$ROOT/etc/systemd/system/$unit" 0644 root:root
+    done
 }
 
 switch() {
@@ -98,8 +100,8 @@ switch() {
 start() {
     if [ -n "$ROOT" ]; then return; fi
     systemctl daemon-reload
-    systemctl enable metafleet.service
-    if [ "$START" = yes ]; then systemctl restart --no-block metafleet.service; fi
+    systemctl enable metafleet.service metafleet-update.path
+    if [ "$START" = yes ]; then systemctl restart --no-block metafleet.service metafleet-update.path; fi
 }
 
 if [ -z "$ROOT" ]; then

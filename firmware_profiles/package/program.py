@@ -5,6 +5,7 @@ uv picks the wheels for the board's Python and architecture and unpacks them her
 
     0.1.0-3fa9c1d2e0/bin/edge-agent     starts the agent with lib/ on its path
     0.1.0-3fa9c1d2e0/bin/pause          makes the unit wait between two starts
+    0.1.0-3fa9c1d2e0/bin/update         installs a program that was fetched, with bin/device.sh
     0.1.0-3fa9c1d2e0/lib/               modules and their *.dist-info
     0.1.0-3fa9c1d2e0/manifest.json      its distributions, with licences and sizes
     0.1.0-3fa9c1d2e0/sbom.cdx.json      the same as a bill of materials (CycloneDX)
@@ -57,7 +58,10 @@ exec python3 -m edge_agent.commands.cli "$@"
 """
 PAUSE = Path(__file__).with_name("pause.sh").read_text(encoding="utf-8")
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
-SCRIPTS = {"bin/edge-agent": START, "bin/pause": PAUSE}
+DEVICE_SCRIPTS = {"bin/update": "pulled/update.sh", "bin/device.sh": "ssh/device.sh", "bin/mender": "pulled/mender.sh"}
+SCRIPTS = {"bin/edge-agent": START, "bin/pause": PAUSE,
+           **{name: (Path(__file__).parents[1] / path).read_text(encoding="utf-8")
+              for name, path in DEVICE_SCRIPTS.items()}}
 
 
 @dataclass(frozen=True)

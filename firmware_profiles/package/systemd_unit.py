@@ -89,6 +89,30 @@ SystemCallErrorNumber=EPERM
 WantedBy=multi-user.target
 """
 
+UPDATE = {
+    "metafleet-update.path": f"""[Unit]
+Description=Metafleet: a program was fetched
+
+[Path]
+PathExists={STATE}/update/ready
+
+[Install]
+WantedBy=multi-user.target
+""",
+    "metafleet-update.service": f"""[Unit]
+Description=Metafleet: install the program that was fetched
+ConditionPathExists={STATE}/update/ready
+
+[Service]
+Type=oneshot
+ExecStart=/bin/sh {PROGRAMS}/current/bin/update pull
+TimeoutStartSec=1h
+Nice=5
+PrivateTmp=yes
+""",
+}
+"""What installs a program that the agent has fetched: the agent may put it in its own folder, and root checks it."""
+
 
 def text(machine: Machine) -> str:
     """The unit for ``machine``. Raises ConfigError for a memory limit or device that systemd would not accept."""
@@ -100,3 +124,8 @@ def text(machine: Machine) -> str:
     devices = "".join(f"DeviceAllow={device} rw\n" for device in machine.devices)
     return TEXT.format(user=USER, programs=PROGRAMS, state=STATE, watchdog_s=WATCHDOG_S, devices=devices,
                        memory_max=machine.memory_max, revoked=RevokedError.exit_code)
+
+
+def texts(machine: Machine) -> dict[str, str]:
+    """{name: text} of all units of a device."""
+    return {NAME: text(machine), **UPDATE}

@@ -5,6 +5,8 @@
 #   /opt/metafleet/current        link to the version that runs
 #   /opt/metafleet/.VERSION.part  a version that is being uploaded
 #   /opt/metafleet/.flash         this script, and:
+#     serial     of the newest program that was confirmed here; one that was signed before it is refused
+#     asked      serial and attempt of what update.sh installs; /opt/metafleet/update-result says what came of it
 #     owner      the run at work; an earlier one that comes back is refused
 #     program.text, settings.text   what the fleet's key has signed
 #     settings   files that are to be put below /: configuration, the unit; kept until it is over
@@ -16,11 +18,12 @@
 set -eu
 export LC_ALL=C
 umask 022
-ROOT=/opt/metafleet UNITS=/etc/systemd/system AGENT=/var/lib/metafleet CACHE=/var/cache/metafleet
+TOP=${METAFLEET_ROOT:-}
+ROOT=$TOP/opt/metafleet UNITS=$TOP/etc/systemd/system AGENT=$TOP/var/lib/metafleet CACHE=$TOP/var/cache/metafleet
 FLASH=$ROOT/.flash
 UNIT=metafleet.service GUARD=metafleet-return.service
 MANIFEST=MANIFEST.sha256
-KEY=/etc/metafleet/fleet.pub
+KEY=$TOP/etc/metafleet/fleet.pub
 
 say() { printf '%s=%s\n' "$1" "$2"; }
 told() { [ ! -e "$1" ] || cat "$1"; }
@@ -55,7 +58,7 @@ facts() {
         [ ! -f "$manifest" ] || [ "$version" = current ] || say "version $version" "$(sum_of "$manifest")"
         [ ! -e "$ROOT/$version/.ready" ] || say "ready $version" yes
     done
-    for path in /etc/metafleet/* "$UNITS/$UNIT" "$AGENT/device.toml" "$AGENT/enrol.token"; do
+    for path in /etc/metafleet/* "$UNITS/$UNIT" "$UNITS"/metafleet-update.* "$AGENT/device.toml" "$AGENT/enrol.token"; do
         [ ! -f "$path" ] || say "file $path" "$(sum_of "$path")"
     done
     # The device.toml that the agent made its own when it enrolled; before that it is a link.
@@ -67,6 +70,7 @@ sum_of() { [ ! -e "$1" ] || sha256sum <"$1" | cut -c1-64; }
 # RUN owns the device from now on; an earlier one that was cut off is refused if it comes back.
 begin() {
     if [ -e "$FLASH/back" ]; then back "finished by the next run"; fi
+    rm -f "$FLASH/asked"
     echo "$1" >"$FLASH/owner"
 }
 
@@ -86,10 +90,42 @@ signed() {
         unsigned "the agent that runs there did not find it signed"
     fi
     [ "$(sed -n 1p "$FLASH/$1.checked")" = "metafleet $1 1" ] || unsigned "what is signed is no $1"
+    [ "$1" != program ] || not_older "$FLASH/program.checked"
     mv "$FLASH/$1.checked" "$FLASH/$1.text"
 }
 
 unsigned() { echo "$1" >&2; exit 7; }
+
+# A program that was signed before the newest one here is refused, unless its signature says that it may be older.
+not_older() {
+    least=$(newest)
+    given=$(serial_in "$1")
+    [ "${given:-0}" -ge "${least:-0}" ] || grep -qx "older yes" "$1" ||
+        unsigned "it was signed before what was installed here: serial ${given:-0}, at least $least is needed"
+}
+
+newest() { if [ -e "$FLASH/serial" ]; then cat "$FLASH/serial"; else serial_in "$ROOT/current/PACKAGE"; fi; }
+serial_in() { [ ! -e "$1" ] || sed -n 's/^serial \([1-9][0-9]\{0,15\}\)$/\1/p' "$1"; }
+
+# The program that was confirmed is the newest from now on.
+remember() {
+    grep -qxF "version $(current)" "$FLASH/program.text" 2>/dev/null || return 0
+    given=$(serial_in "$FLASH/program.text")
+    least=$(newest)
+    [ "${given:-0}" -ge "${least:-0}" ] || return 0
+    echo "$given" >"$FLASH/serial.new"
+    mv "$FLASH/serial.new" "$FLASH/serial"
+}
+
+# What came of an update that was pulled, for the agent: OUTCOME WHY. Nothing where no such update is at work.
+answer() {
+    [ -e "$FLASH/asked" ] || return 0
+    { cat "$FLASH/asked"; say outcome "$1"; say why "$(printf %s "$2" | head -c 400 | tr '\n' ' ')"; } >"$ROOT/.update-result.new"
+    sync "$ROOT/.update-result.new"
+    mv "$ROOT/.update-result.new" "$ROOT/update-result"
+    sync -f "$ROOT"
+    rm -f "$FLASH/asked"
+}
 
 # That FILE has the hash that was signed: FILE KIND LINE, as in "file HASH NAME".
 as_signed() {
@@ -142,7 +178,7 @@ place() {
     as_signed "$FLASH/prepare" program "file HASH prepare"
     [ ! -e "$ROOT/.$1.part" ] || named "$1"
     rm -f "$ROOT/$1/.ready"
-    /bin/sh -eu "$FLASH/prepare" </dev/null >&2
+    [ -n "$TOP" ] || /bin/sh -eu "$FLASH/prepare" </dev/null >&2
     : >"$ROOT/$1/.ready"
 }
 
@@ -184,7 +220,7 @@ arm() {
     current >"$FLASH/arming/previous"
     changed >"$FLASH/arming/changed"
     while IFS= read -r path; do
-        [ ! -e "/$path" ] || (cd / && cp -a --parents "$path" "$FLASH/arming/files/")
+        [ ! -e "$TOP/$path" ] || (cd "$TOP/" && cp -a --parents "$path" "$FLASH/arming/files/")
     done <"$FLASH/arming/changed"
     guard
     sync -f "$ROOT"
@@ -253,7 +289,7 @@ boot() { back "the device was started anew before it was confirmed"; }
 
 # Settings are replaced one by one, each whole; then the link.
 flip() {
-    while IFS= read -r path; do put "$FLASH/settings/$path" "/$path"; done <"$FLASH/armed/changed"
+    while IFS= read -r path; do put "$FLASH/settings/$path" "$TOP/$path"; done <"$FLASH/armed/changed"
     link "$1"
     run
 }
@@ -273,8 +309,9 @@ link() {
 run() {
     systemctl daemon-reload
     systemctl enable "$UNIT" >/dev/null 2>&1
+    [ ! -e "$UNITS/metafleet-update.path" ] || systemctl enable --now metafleet-update.path >/dev/null 2>&1 || :
     systemctl reset-failed "$UNIT" >/dev/null 2>&1 || :
-    rm -f /run/metafleet/starts # it does not pay for how often the one before it ended
+    rm -f "$TOP/run/metafleet/starts" # it does not pay for how often the one before it ended
     systemctl restart --no-block "$UNIT"
 }
 
@@ -282,8 +319,9 @@ run() {
 back() {
     [ -e "$FLASH/back" ] || mv -T "$FLASH/armed" "$FLASH/back" 2>/dev/null || exit 4
     previous=$(told "$FLASH/back/previous")
+    [ -n "$previous" ] || systemctl disable --now metafleet-update.path >/dev/null 2>&1 || :
     while IFS= read -r path; do
-        if [ -e "$FLASH/back/files/$path" ]; then put "$FLASH/back/files/$path" "/$path"; else rm -f "/$path"; fi
+        if [ -e "$FLASH/back/files/$path" ]; then put "$FLASH/back/files/$path" "$TOP/$path"; else rm -f "$TOP/$path"; fi
     done <"$FLASH/back/changed"
     if [ -n "$previous" ]; then
         link "$previous"
@@ -296,6 +334,7 @@ back() {
     fi
     echo "$(told "$FLASH/back/version") to ${previous:-nothing}, $(date -u +%Y-%m-%dT%H:%M:%SZ): $1" >"$FLASH/last-return"
     sync -f "$ROOT"
+    answer back "$1"
     unwatch "$(told "$FLASH/back/run")"
     rm -rf "$FLASH/done"
     mv -T "$FLASH/back" "$FLASH/done"
@@ -312,8 +351,10 @@ health() {
 # The new version stays; of the others the one before it and one more.
 confirm() {
     [ -e "$FLASH/armed" ] || exit 4
+    remember
     rm -rf "$FLASH/done"
     mv -T "$FLASH/armed" "$FLASH/done"
+    answer running ""
     unwatch "$1"
     previous=$(told "$FLASH/done/previous")
     rm -rf "$FLASH/done" "$FLASH/settings" "$FLASH/last-return" "$ROOT"/.*.part
@@ -331,7 +372,7 @@ confirm() {
 
 # What Python has compiled of versions that are gone: the unit has it put there, and for torch it is a lot.
 forget() {
-    for folder in "$CACHE$ROOT"/*; do
+    for folder in "$CACHE/opt/metafleet"/*; do
         [ -d "$ROOT/${folder##*/}" ] || rm -rf "$folder"
     done
 }
@@ -347,6 +388,7 @@ locked() {
 verb=$1
 shift
 case $verb in
+library) ;; # update.sh uses what is above
 machine | facts | health) "$verb" "$@" </dev/null ;;
 linger) linger "$@" ;;
 begin | fire | boot | signed | want | take | place | change | again | back | confirm) locked "$verb" "$@" ;;

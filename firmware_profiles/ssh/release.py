@@ -29,6 +29,7 @@ from fleet_core.protocol import program_statement
 VERSION = re.compile(program_statement.VERSION)
 SETTINGS = "metafleet settings 1"
 """The first line of what is signed of a device's settings."""
+UNITS = "/etc/systemd/system"
 GROUP = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 DEVICE_TOML = f"{systemd_unit.STATE}/device.toml"
 ENROLMENT_TABLES = ("device", "tls")
@@ -137,8 +138,8 @@ def of(package: Package) -> Release:
             links.append(name)
         elif folder == "home":
             settings.append(Setting(f"{systemd_unit.STATE}/{name}", file.data, 0o600, (user, user), file.secret))
-        elif file.path == systemd_unit.NAME:
-            settings.append(Setting(f"/etc/systemd/system/{systemd_unit.NAME}", file.data))
+        elif file.path == systemd_unit.NAME or file.path in systemd_unit.UPDATE:
+            settings.append(Setting(f"{UNITS}/{file.path}", file.data))
     wrong = [group for group in machine.groups if not GROUP.fullmatch(group)]
     if wrong:
         raise FlashError(f"'{wrong[0][:80]}' is no group", where=machine.board)

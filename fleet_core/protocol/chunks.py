@@ -9,6 +9,7 @@ byte is hashed once.
 from __future__ import annotations
 
 import itertools
+import mmap
 import re
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ class Blob:
     hashes: str = field(metadata={"max_length": 16_000_000})
 
     @staticmethod
-    def of(data: bytes, chunk: int) -> Blob:
+    def of(data: bytes | mmap.mmap, chunk: int) -> Blob:
         """Describes ``data`` cut into chunks of ``chunk`` bytes."""
         view = memoryview(data)
         digests = [_sha256(view[k : k + chunk]) for k in range(0, max(1, len(data)), chunk)]

@@ -17,6 +17,22 @@ AMOUNT = {"min": 0, "max": 1e12}
 
 
 @dataclass(frozen=True)
+class UpdateState:
+    """What became of the last program that the device was to fetch.
+
+    system: for which programs must be made, as ``aarch64 3.13``. serial, attempt: of the announcement; 0 before the
+    first one. st: fetching, installing, running (it stays), back (the device went back to the one before), refused.
+    why: of the last two, and of what delays the others.
+    """
+
+    system: str = field(default="", metadata={"max_length": 64})
+    serial: int = field(default=0, metadata=whole(10**16))
+    attempt: int = field(default=0, metadata=whole(1_000_000))
+    st: str = field(default="", metadata={"choices": ("", "fetching", "installing", "running", "back", "refused")})
+    why: str = field(default="", metadata={"max_length": 500})
+
+
+@dataclass(frozen=True)
 class Presence:
     """A device's state.
 
@@ -27,6 +43,7 @@ class Presence:
     engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
     board: what it is, for people; empty from agents that do not say. private: whether it follows ``PrivacyRules``.
     secure: whether it follows ``SecureRules``: it knows them, and has a certificate.
+    update: of programs that it fetches itself; None: it cannot.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -50,6 +67,7 @@ class Presence:
     board: str = field(default="", metadata={"max_length": MAX_BOARD})
     private: bool = False
     secure: bool = False
+    update: UpdateState | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@
 one that runs. ``manifest``: of ``MANIFEST.sha256``, which has a line ``SHA256  NAME`` for every file of the program, as
 sha256sum writes it. ``archive``: of the program's .tar.gz. ``file``: any number, of what comes with the program.
 
+``Announcement`` tells devices over MQTT that there is such a program and where.
+
 The text is read by shells too, which is why it is no JSON. As a file it is called ``PACKAGE``, with the line of
 ``signing`` before it.
 """
@@ -27,6 +29,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet_core.base.errors import MessageError
+from fleet_core.protocol import messages
+from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.messages import whole
 from fleet_core.protocol.signing import Verifier
 from fleet_core.protocol.topics import NAME
 
@@ -135,3 +140,48 @@ def parse_manifest(data: bytes) -> dict[str, str]:
 
 def _is_inside(name: str) -> bool:
     return not {"", ".", ".."} & set(name.split("/"))
+
+
+# What devices are told ------------------------------------------------------------------------------------------------
+
+MAX_ANNOUNCEMENT_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The signed message that lets devices fetch a program.
+
+    seq: higher with every announcement. exp: Unix ms. attempt: higher when the operator tries again. program: the
+    signed statement. files: {name: content} of what comes with it. devices: who is to fetch it now. blob: the archive
+    in chunks, which also check what comes from ``url``, an https address; without one the chunks are on the broker.
+    """
+
+    v: int
+    fleet: str = field(metadata={"max_length": 64})
+    seq: int = field(metadata=whole(1 << 53, 1))
+    exp: int = field(metadata=whole(1 << 53))
+    attempt: int = field(metadata=whole(1_000_000, 1))
+    program: str = field(metadata={"max_length": MAX_BYTES})
+    blob: Blob
+    files: Mapping[str, str] = field(default_factory=dict, metadata={"max_length": MAX_BYTES})
+    devices: tuple[str, ...] = field(default=(), metadata={"max_length": 100_000})
+    url: str = field(default="", metadata={"max_length": 2000, "pattern": r"(https://[!-~]+)?"})
+
+
+def read_announcement(payload: bytes, verifier: Verifier, fleet: str) -> tuple[Announcement, Statement]:
+    """What is announced, and the statement in it. Raises MessageError unless the fleet's key has signed both and they
+    belong together."""
+    if len(payload) > MAX_ANNOUNCEMENT_BYTES:
+        raise MessageError(f"an announcement of {len(payload)} bytes", expected=f"at most {MAX_ANNOUNCEMENT_BYTES}")
+    found = messages.decode(Announcement, verifier.verify(payload), limit=MAX_ANNOUNCEMENT_BYTES)
+    if found.v != messages.PROTOCOL:
+        raise MessageError(f"an announcement of protocol {found.v}", expected=str(messages.PROTOCOL))
+    if found.fleet != fleet:
+        raise MessageError(f"an announcement of the fleet '{found.fleet}'", expected=f"'{fleet}'")
+    statement = verify(found.program.encode(), verifier, fleet)
+    if found.blob.check(MAX_ARCHIVE_BYTES).size != statement.archive_bytes:
+        raise MessageError(f"{found.blob.size} bytes are announced", expected=f"{statement.archive_bytes}, as signed")
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in found.files.items()}
+    if hashes != dict(statement.files):
+        raise MessageError("the announced files are not those that were signed", expected=", ".join(statement.files))
+    return found, statement

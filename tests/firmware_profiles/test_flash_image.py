@@ -318,7 +318,8 @@ def test_the_package_is_on_the_first_partition_both_systems_are_sound_and_the_or
         "config.txt", "cmdline.txt", "user-data", "meta-data", "network-config", "metafleet", "metafleet/etc",
         "metafleet/home", "metafleet/install.sh", "metafleet/package.env", "metafleet/metafleet.service",
         "metafleet/etc/device.toml", "metafleet/home/token", "metafleet/program.tar.gz", "metafleet/etc/fleet.pub",
-        "metafleet/PACKAGE", "metafleet/MANIFEST.sha256",
+        "metafleet/PACKAGE", "metafleet/MANIFEST.sha256", "metafleet/metafleet-update.path",
+        "metafleet/metafleet-update.service",
     }
     assert disks.on_fat(out, "metafleet/program.tar.gz") == made.program.path.read_bytes()
     assert disks.on_fat(out, "metafleet/home/token") == TOKEN

@@ -110,6 +110,7 @@ MESSAGES: tuple[type[Any], ...] = (
     device_messages.Report, device_messages.Down, device_messages.EnrolRequest, device_messages.EnrolAnswer,
     device_messages.ServerPresence, device_messages.Question, device_messages.Answer, secure_messages.SignedKeys,
     secure_messages.SealedShares, secure_messages.Revealed, secure_messages.SecureStep,
+    program_statement.Announcement,
 )
 
 

@@ -142,8 +142,8 @@ class World:
 
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
         """train=False: the device only personalizes and answers. trainer=False: it has no torch and no engine.
-        engine="onnx": it trains without torch. limits: of its board, called ``board``. Other keywords belong to
-        ``[data]``."""
+        engine="onnx": it trains without torch. limits: of its board, called ``board``. updates(link,
+        home): what fetches programs. Other keywords belong to ``[data]``."""
         self.lives += 1
         home = DeviceState(self.folder / "devices" / name)
         if samples is not None:
@@ -151,6 +151,7 @@ class World:
             save(home.folder / "samples.npz", samples)
         train, torch_is_there, limits = data.pop("train", True), data.pop("trainer", True), data.pop("limits", None)
         engine, board = data.pop("engine", "torch"), data.pop("board", "")
+        updates = data.pop("updates", None)
         tls = certified(self.fleet, home.folder, name) if self.fleet.config.privacy.secure_aggregation else Tls()
         settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train), tls=tls)
         boot = f"{name}{self.lives}"
@@ -160,7 +161,8 @@ class World:
         limits = Limits(True, engines=(engine,)) if limits is None and engine != "torch" else limits
         agent = Agent(
             settings, home, link, service_of(home.folder, settings), AgentCosts(), trainer, boot=boot,
-            limits=limits, board=board, adapter=Inline(adapter.handle), clock=self.clock, now_ms=self.clock.ms,
+            limits=limits, board=board, updates=updates and updates(link, home.folder),
+            adapter=Inline(adapter.handle), clock=self.clock, now_ms=self.clock.ms,
             log=lambda line: self.lines.append(f"{name}: {line}"),
         )
         self.agents[name] = agent
