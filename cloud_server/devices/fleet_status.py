@@ -12,6 +12,7 @@ from cloud_server.devices import pause, roll_back
 from cloud_server.identity import token_enrolment
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round
+from cloud_server.records import key_files
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.results import result
@@ -43,6 +44,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         "off": [d.name for d in enrolled.values() if d.state == "off" and d.took_part],
         "not_on_yet": sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)]),
         "programs": dict(sorted(programs.items())), "totals": result.plain(sums or result.sums(ledger)),
+        "keys": key_files.state(fleet.folder),
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
         **({"quarantined": shut_out} if shut_out else {}), **({"rolled_back": went_back} if went_back else {}),
@@ -80,6 +82,9 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     if facts["programs"]:
         versions = (f"{version} on {count}" for version, count in facts["programs"].items())
         yield f"agents, by what each device said last: {', '.join(versions)}"
+    if facts["keys"] != "plain":
+        yield "the fleet's keys are " + ("encrypted" if facts["keys"] == "encrypted" else
+                                         f"encrypted in part: metafleet server encrypt-keys {typed(fleet)}")
     if "privacy" in facts:
         yield privacy_budget.sentence(facts["privacy"])
     payload = facts["totals"].get("payload_bytes")

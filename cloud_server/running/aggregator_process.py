@@ -20,6 +20,7 @@ from cloud_server.identity import audit_log, fleet_certificates
 from cloud_server.integrations import tracking
 from cloud_server.ledger import disk_errors
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.records import key_files
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, snapshot
 from cloud_server.rounds.coordinator import Coordinator, will
@@ -275,6 +276,7 @@ def start(
     ``tracking.Options``, also in a process of its own."""
     allocator.keep_freed()
     made = Fleet.load(folder)
+    key_files.unlock(folder)
     named = broker or made.config.link.broker
     run = partial(serve, made, log=processes.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
     trackers = tracking.Options(tensorboard, mlflow)

@@ -40,17 +40,25 @@ def new_key() -> PrivateKey:
 
 def save_key(path: Path, key: PrivateKey) -> None:
     """PEM, mode 0600. Raises StateError."""
-    storage.write_atomic(path, pem("PRIVATE KEY", private_text(key)), mode=0o600)
+    storage.write_atomic(path, key_pem(key), mode=0o600)
+
+
+def key_pem(key: PrivateKey) -> bytes:
+    return pem("PRIVATE KEY", private_text(key))
 
 
 def load_key(path: Path) -> PrivateKey:
     """Raises StateError when the file is absent or holds no P-256 key."""
-    data = storage.read_bytes(path, limit=MAX_FILE_BYTES)
+    return key_of(storage.read_bytes(path, limit=MAX_FILE_BYTES), str(path))
+
+
+def key_of(data: bytes, where: str) -> PrivateKey:
+    """Reads a key in PEM. ``where`` names its origin in errors. Raises StateError."""
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
-    return _p256(key, str(path))
+    return _p256(key, where)
 
 
 def private_of(text: str, where: str) -> PrivateKey:
