@@ -213,7 +213,7 @@ def devices_enroll(
         return _enrol_without_token(made, name, to, url, as_json)
     device_folder.check_folder(made, name, to)
     path = token_path or (Path(f"{name}.token") if to is None else to / enrolment_token.FILE)
-    issued = token_enrolment.issue_token(made, name, path, url, _seconds(valid))
+    issued = token_enrolment.issue_token(made, name, path, url, seconds(valid, "--valid"))
     audit_log.done(fleet, "token", name, f"{issued.id}, until {terminal.date(issued.expires)}")
     if as_json:
         facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
@@ -252,12 +252,13 @@ def broker_for_token(broker: str | None, fleet: Fleet) -> str:
     return setup.url
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str, option: str) -> float:
+    """Raises ConfigError."""
     found = re.fullmatch(r"(\d{1,6})([mhd])", text)
-    seconds = 0.0 if found is None else int(found[1]) * UNITS_S[found[2]]
-    if not 0 < seconds <= MAX_VALID_S:
-        raise ConfigError("is not a duration", where=f"--valid {text[:20]}", expected="30m, 24h or 7d, a year at most")
-    return seconds
+    found_s = 0.0 if found is None else int(found[1]) * UNITS_S[found[2]]
+    if not 0 < found_s <= MAX_VALID_S:
+        raise ConfigError("is not a duration", where=f"{option} {text[:20]}", expected="30m, 24h or 7d, a year at most")
+    return found_s
 
 
 @devices_app.command("revoke")

@@ -83,7 +83,7 @@ def _device_toml(home: Path, token: Token, name: str) -> dict[str, Any]:
     before = tables.get("device", {})
     identity = {"name": token.device, "fleet": token.fleet, "key": token.fleet_key}
     for key, value in identity.items():
-        if before.get(key, value) != value:
+        if key != "key" and before.get(key, value) != value:  # a token may bring the fleet's new key
             raise ConfigError(f"is another device's home: its {key} is '{str(before[key])[:80]}'", where=str(path),
                               expected=f"'{value}'", hint="give the token an empty --home")
     files = {"certificate": f"{name}.pem", "key": f"{name}.key"}

@@ -94,9 +94,12 @@ class Reporter:
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
-    def announce(self, *, layouts: tuple[str, ...], base: str, again: bool = False) -> None:
+    def announce(
+        self, *, layouts: tuple[str, ...], base: str, key: str = "", ca: str = "", again: bool = False
+    ) -> None:
         """Publishes the presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the
-        graphs here. base: id of the training model that this device holds."""
+        graphs here. base: id of the training model that this device holds. key, ca: as in
+        ``Presence``."""
         if again:
             self._backoff.repeat()
         else:
@@ -122,6 +125,8 @@ class Reporter:
             secure=has_certificate(self._settings),
             engines=self._limits.engines,
             board=self._board[:MAX_BOARD],
+            key=key,
+            ca=ca,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

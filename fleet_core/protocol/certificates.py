@@ -159,6 +159,27 @@ def serial_of(certificate: x509.Certificate) -> str:
     return f"{certificate.serial_number:x}"
 
 
+def authority_id(certificate: x509.Certificate) -> str:
+    """Of an authority's key, 40 hex digits (RFC 5280, method 1)."""
+    return x509.SubjectKeyIdentifier.from_public_key(certificate.public_key()).digest.hex()
+
+
+def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (*MALFORMED, InvalidSignature):
+        return False
+    return True
+
+
+def all_in(data: bytes, where: str) -> list[x509.Certificate]:
+    """The certificates in a PEM file. Raises StateError."""
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except MALFORMED as error:
+        raise StateError("holds no certificate", where=where, expected="X.509") from error
+
+
 def renewal_to_sign(fleet: str, serial: str, request: bytes) -> bytes:
     """What the key of the present certificate signs to get the next: the request, bound to fleet and serial number."""
     return f"renew {fleet}/{serial}\n".encode() + request
@@ -184,12 +205,15 @@ def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate)
     return found
 
 
-def issued_to(text: str, name: str, authority: x509.Certificate, now: datetime.datetime) -> PublicKey:
-    """The public key of the certificate in ``text`` (DER in base64). Raises MessageError unless ``authority`` issued it
-    to ``name`` and it has not ended."""
+def issued_to(
+    text: str, name: str, authority: x509.Certificate | tuple[x509.Certificate, ...], now: datetime.datetime
+) -> PublicKey:
+    """The public key of the certificate in ``text`` (DER in base64). Raises MessageError unless ``authority``, or one
+    of several, issued it to ``name`` and it has not ended."""
     try:
         found = certificate_in(text, name)
-        found.verify_directly_issued_by(authority)
+        several = authority if isinstance(authority, tuple) else (authority,)
+        found.verify_directly_issued_by(next((one for one in several if is_issued_by(found, one)), several[0]))
         subject, public, until = name_of(found), found.public_key(), found.not_valid_after_utc
     except (*MALFORMED, StateError, MessageError, InvalidSignature) as error:
         raise MessageError("shows no certificate issued by the fleet's authority", where=name) from error

@@ -1,6 +1,7 @@
 """The MQTT topics of the protocol: building and parsing them. None has more than six slashes.
 
     fl1/{fleet}/r/cur                        the current round, signed, retained
+    fl1/{fleet}/r/keys                       successions of the fleet's key, retained
     fl1/{fleet}/b/{id}/{segment}/{k}         a chunk of a content-addressed blob, retained
     fl1/{fleet}/a/{device}/st                a device's presence, retained, with last will
     fl1/{fleet}/a/{device}/up/{round}/m      upload manifest; …/up/{round}/{k} a chunk of it
@@ -36,6 +37,10 @@ def check_name(name: str, what: str) -> str:
 
 def current(fleet: str) -> str:
     return f"{ROOT}/{fleet}/r/cur"
+
+
+def keys(fleet: str) -> str:
+    return f"{ROOT}/{fleet}/r/keys"
 
 
 def chunk(fleet: str, blob_id: str, k: int) -> str:
@@ -117,6 +122,8 @@ def parse(fleet: str, topic: str) -> Address | None:
     match parts[2:]:
         case ["r", "cur"]:
             return Address("cur")
+        case ["r", "keys"]:
+            return Address("keys")
         case ["srv"]:
             return Address("srv")
         case ["en", token, ("req" | "ans") as part] if NAME.fullmatch(token):

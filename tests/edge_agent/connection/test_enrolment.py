@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_server.devices.devices import _seconds
+from cloud_server.devices.devices import seconds
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.records.fleet_folder import Fleet
@@ -168,5 +168,5 @@ def test_a_fleet_that_was_made_without_certificates_gets_them(run: Run, place: P
 @pytest.mark.parametrize("valid", ["0h", "1y", "-3h", "400d", "h", "", "3 h"])
 def test_an_invalid_time_is_refused(valid: str) -> None:
     with pytest.raises(ConfigError, match="is not a duration"):
-        _seconds(valid)
-    assert [_seconds(text) for text in ("30m", "24h", "7d")] == [1800, 86_400, 604_800]
+        seconds(valid, "--valid")
+    assert [seconds(text, "--valid") for text in ("30m", "24h", "7d")] == [1800, 86_400, 604_800]
