@@ -155,6 +155,10 @@ class Fleet:
         """64 hex digits. Raises StateError if it is missing."""
         return load_public(self.folder / "fleet.pub")
 
+    def lasting_id(self) -> str:
+        """8 hex digits that stay when the fleet gets another key. Raises StateError."""
+        return signing_keys.first(self.folder)[:8]
+
     def graph_bytes(self) -> bytes:
         """The graph bundle that is published. Raises StateError if it is missing or of another model than in
         fleet.toml. """

@@ -55,7 +55,7 @@ class Sealed:
     nonce: str = field(metadata={"pattern": r"[0-9a-f]{24}"})
     data: str = field(metadata={"pattern": HEX, "max_length": MAX_BYTES})
     salt: str = field(default="", metadata={"pattern": r"(?:[0-9a-f]{32})?"})
-    cost: int = field(default=COST, metadata={"min": 1 << 14, "max": 1 << 20})
+    cost: int = field(default=COST, metadata={"min": 1 << 14, "max": 1 << 18})
 
 
 # Read and write a key -------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ step can be cut off and is finished by the next one.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,10 +30,11 @@ OVERLAP_S, CUT_S = 30 * 86400, 600
 
 @dataclass(frozen=True)
 class Chain:
-    """number: of the last succession. links: the last ones, signed."""
+    """number: of the last succession. links: the last ones, signed. first: the fleet's first key."""
 
     number: int = field(default=0, metadata=messages.whole(1 << 31))
     links: tuple[str, ...] = field(default=(), metadata={"max_length": MAX_LINK_BYTES})
+    first: str = field(default="", metadata={"pattern": r"[0-9a-f]{64}|"})
 
 
 def chain(folder: Path) -> Chain:
@@ -71,6 +71,11 @@ def announced(folder: Path, now: float) -> tuple[str, ...]:
     return links[over[-1] + 1:] if over else links
 
 
+def first(folder: Path) -> str:
+    """The fleet's first key, which no roll-over changes, in hex."""
+    return chain(folder).first or load_public(folder / "fleet.pub")
+
+
 def known(folder: Path) -> set[str]:
     """Every key that signs or has signed, as far as the chain goes back."""
     return {load_public(folder / "fleet.pub"), *(one.old for one in succession.read(chain(folder).links))}
@@ -97,7 +102,7 @@ def roll(folder: Path, fleet: str, now: float, *, overlap_s: float = OVERLAP_S, 
     made = Succession(fleet, before.number + 1, old.public, new.public, int(now),
                       int(now + (CUT_S if cut else overlap_s)), cut)
     link = old.sign(messages.encode(made)).decode()
-    _write(folder, made.number, (*before.links, link))
+    _write(folder, Chain(made.number, (*before.links, link)[-MOST:], before.first or old.public))
     if cut:
         promote(folder)
     return made
@@ -113,5 +118,5 @@ def promote(folder: Path) -> None:
     (folder / NEXT).unlink(missing_ok=True)
 
 
-def _write(folder: Path, number: int, links: Sequence[str]) -> None:
-    storage.write_atomic(folder / FILE, json.dumps({"number": number, "links": list(links[-MOST:])}).encode() + b"\n")
+def _write(folder: Path, new: Chain) -> None:
+    storage.write_atomic(folder / FILE, json.dumps(schema.plain(new)).encode() + b"\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_core.base import schema, storage
-from fleet_core.base.errors import MessageError, StateError
+from fleet_core.base.errors import ConfigError, MessageError, StateError
 from fleet_core.protocol import messages, succession
 from fleet_core.protocol.messages import whole
 from fleet_core.protocol.succession import MAX_LINK_BYTES, Authorities, Keyring
@@ -40,7 +40,7 @@ def kept(folder: Path) -> Kept:
         return Kept()
     try:
         found, _ = schema.read(Kept, json.loads(storage.read_bytes(path, limit=succession.MAX_BYTES)))
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     return found or Kept()
 
@@ -54,7 +54,7 @@ def ring_of(folder: Path, key: str, fleet: str | None = None, now: Callable[[], 
     """The keys that count here. key: of device.toml. Raises ConfigError, StateError."""
     try:
         return Keyring(key, kept(folder).links, fleet=fleet, now=now)
-    except MessageError:
+    except (MessageError, ConfigError):
         return Keyring(key, fleet=fleet, now=now)
 
 
@@ -109,7 +109,7 @@ class FleetKeys:
         signed, or is older than what this device has."""
         if not signed:
             return None
-        found = messages.decode(Authorities, self.ring.verify(signed.encode()))
+        found = messages.decode(Authorities, self.ring.verify(succession.as_bytes(signed)))
         if found.fleet != self._fleet or not 0 < len(found.certificates) <= 2:
             raise MessageError("authorities of another fleet, or more than two")
         if found.number < self._kept.authorities:

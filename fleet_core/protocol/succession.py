@@ -72,7 +72,7 @@ def read(links: Sequence[str], fleet: str | None = None) -> list[Succession]:
 def _read(link: str, fleet: str | None) -> Succession:
     if len(link) > MAX_LINK_BYTES:
         raise MessageError(f"a succession of {len(link)} bytes", expected=f"at most {MAX_LINK_BYTES}")
-    message = link.encode()
+    message = as_bytes(link)
     found = messages.decode(Succession, message.partition(b"\n")[2])
     Verifier(found.old).verify(message)
     if fleet is not None and found.fleet != fleet:
@@ -80,6 +80,14 @@ def _read(link: str, fleet: str | None) -> Succession:
     if not 0 <= found.until - found.at <= MAX_OVERLAP_S:
         raise MessageError("a succession with an overlap of over a year, or of none")
     return found
+
+
+def as_bytes(signed: str) -> bytes:
+    """A signed message that came as text. Raises MessageError."""
+    try:
+        return signed.encode("ascii")
+    except UnicodeEncodeError as error:
+        raise MessageError("a signed message that is not ASCII") from error
 
 
 class Keyring(Verifier):

@@ -16,7 +16,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.records import key_files
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.key_files import KEYS
-from cloud_server.running import systemd_service
+from cloud_server.running import aggregator_process, systemd_service
 from cloud_server.running.backup import backup
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.protocol.signing import Verifier
@@ -82,6 +82,15 @@ def test_encrypted_keys_sign_with_the_passphrase_and_are_nowhere_plain(fleet: Fl
         assert path.stat().st_mode & 0o077 == 0
         core = secret.strip().splitlines()[-2 if b"BEGIN" in secret else 0]
         assert all(core not in kept.read_bytes() for kept in fleet.folder.iterdir() if kept.is_file())
+
+
+def test_a_server_with_a_wrong_passphrase_does_not_start(fleet: Fleet, passphrase: Passphrase) -> None:
+    passphrase(FIRST)
+    key_files.encrypt(fleet.folder)
+    passphrase(SECOND)
+    with pytest.raises(StateError, match="the passphrase is wrong"):
+        aggregator_process.start(fleet.folder, broker=None, host="127.0.0.1", port=0, plain=False, connect_s=1.0,
+                                 until_done=False, quiet=True)
 
 
 def test_a_wrong_passphrase_is_one_error_and_so_is_a_missing_one(

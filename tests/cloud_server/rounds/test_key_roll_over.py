@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.records import key_files, signing_keys
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.signing_keys import CUT_S, FILE, NEXT
+from edge_agent.commands import install
 from edge_agent.device import fleet_keys, signed_program
 from fleet_core.base.errors import ConfigError, MessageError
 from fleet_core.protocol import topics
@@ -187,6 +190,7 @@ def test_a_power_cut_at_any_write_of_a_roll_over_leaves_a_fleet_that_signs_and_c
             for now in (1e9, 1.1e9):  # in the first half of the overlap, and after it
                 ring = Keyring(anchor, signing_keys.announced(fleet.folder, 1e9), fleet="t", now=lambda: 1e9)
                 ring.verify(signing_keys.signer(fleet.folder, now).sign(b"a round"))
+            assert fleet.lasting_id() == anchor[:8]
             last = signing_keys.last(fleet.folder)
             if last is not None:
                 assert fleet.public_key() == last.new == signing_keys.signer(fleet.folder, 1.1e9).public
@@ -213,6 +217,27 @@ def test_a_power_cut_on_the_device_leaves_the_key_before_or_the_new_one(tmp_path
         assert fleet_keys.ring_of(home, anchor).newest == anchor
     (home / fleet_keys.FILE).write_text(json.dumps({"links": list(links)}))
     assert fleet_keys.ring_of(home, "0" * 64).newest == "0" * 64, "a new token"
+
+
+def test_a_device_takes_bundles_of_the_old_key_until_the_overlap_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, home = fleet_without_model(tmp_path / "fleet"), tmp_path / "home"
+    device_folder.write_device_folder(fleet, "d0", home, "mqtt://127.0.0.1:1")
+    new = signing_keys.roll(fleet.folder, "t", 1e9)
+
+    def taken(key: str, at: float) -> bool:
+        monkeypatch.setattr(install, "ring_of", partial(fleet_keys.ring_of, now=lambda: at))
+        manifest: Any = SimpleNamespace(fleet="t", key=key)
+        try:
+            return install._settings(manifest, home, None).device.name == "d0"
+        except ConfigError:
+            return False
+
+    assert (taken(new.old, 1e9), taken(new.new, 1e9)) == (True, False)
+    fleet_keys.FleetKeys(home, new.old, "t", lambda: 1e9).take(signing_keys.announced(fleet.folder, 1e9))
+    assert (taken(new.old, 1e9), taken(new.new, 1e9)) == (True, True)
+    assert (taken(new.old, new.until), taken(new.new, new.until)) == (False, True)
 
 
 def test_an_encrypted_key_rolls_over_to_an_encrypted_one(
