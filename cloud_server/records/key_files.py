@@ -4,8 +4,8 @@
     fleet.key, ca.key, …  the content of a plain file, sealed under that random key
 
 So another passphrase is one atomic write, and a command that is cut off leaves every file readable: plain, or with the
-passphrase. The cipher is AES-256-GCM. ``scrypt`` (RFC 7914) takes 128 MiB and about half a second for each guess; the
-library's own encryption of PKCS #8 takes 2048 rounds of PBKDF2, which is a thousandth of that.
+passphrase. The cipher is AES-256-GCM. ``scrypt`` (RFC 7914) takes 128 MiB for each guess; the library's own encryption
+of PKCS #8 takes 2048 rounds of PBKDF2 and no memory.
 
 The passphrase comes from the file that METAFLEET_PASSPHRASE_FILE names, from systemd's credential
 ``metafleet-passphrase``, or from the terminal. It is asked for once in a process. Another one, in place of it, comes

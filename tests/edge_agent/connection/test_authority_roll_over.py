@@ -97,6 +97,18 @@ def test_renewals_come_from_the_new_authority_and_everything_else_from_the_old_o
     assert not list(fleet.folder.glob("ca-next*"))
 
 
+def test_secure_sums_take_devices_of_both_authorities_meanwhile_and_of_no_other(fleet: Fleet, tmp_path: Path) -> None:
+    issuers = [authorities.present(fleet.folder), authorities.begin(fleet.folder, "t"),
+               authorities.present(fleet_without_model(tmp_path / "other").folder)]
+    trusted, key = tuple(authorities.trusted(fleet.folder)), certificates.new_key().public_key()
+    texts = [certificates.certificate_text(one.client("d0", key)) for one in issuers]
+    for text in texts[:2]:
+        assert certificates.issued_to(text, "d0", trusted, certificates.now()) == key
+    for text, several in ((texts[2], trusted), (texts[1], trusted[:1])):
+        with pytest.raises(MessageError, match="no certificate issued by"):
+            certificates.issued_to(text, "d0", several, certificates.now())
+
+
 def test_a_power_cut_at_any_step_leaves_an_authority_that_issues(tmp_path: Path) -> None:
     for cut in (1, 2):
         fleet = fleet_without_model(tmp_path / f"begin{cut}")
