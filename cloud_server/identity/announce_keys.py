@@ -6,6 +6,7 @@ It looks at the files that the command line writes, so it takes up a roll-over w
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records import signing_keys
 from cloud_server.records.fleet_folder import Fleet
-from fleet_core.base.errors import LinkError
+from fleet_core.base.errors import ConfigError, LinkError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import certificates, messages, topics
 from fleet_core.protocol.signing import key_id
@@ -96,7 +97,8 @@ class AnnouncedKeys:
     def _end_what_all_followed(self) -> None:
         """Nobody needs the old key, or the old authority."""
         if len(self._trusted) > 1 and not needed(self._fleet, self._ledger):
-            authorities.finish(self._fleet.folder)
+            with contextlib.suppress(ConfigError):  # a command has just done it
+                authorities.finish(self._fleet.folder)
         found = signing_keys.pending(self._fleet.folder)
         if found is not None:
             have, behind = followed(self._ledger.devices(), found.new)
