@@ -47,7 +47,8 @@ def privacy_rules(config: FleetConfig) -> PrivacyRules | None:
 class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
-    graph: the graph bundle's bytes. steps: those of the graph ``train``, if there is one. layout: of the model.
+    sign(body): with the fleet's key. graph: the graph bundle's bytes. steps: those of the graph ``train``, if there is
+    one. layout: of the model.
     max_upload_bytes: of the largest update. now: Unix seconds. resting(): devices that are not asked today. packed():
     whether every device that is on reads manifests under zstd. ``seq``: the newest manifest's sequence number.
     """
@@ -55,17 +56,18 @@ class Manifests:
     def __init__(
         self, fleet: Fleet, models: ModelsDown, served: ServedModels, ledger: Ledger, publisher: Publisher,
         codecs: RoundCodecs, *,
-        graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int,
+        sign: Callable[[bytes], bytes], graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int,
         now: Callable[[], float],
         resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], bool] = lambda: False,
     ):
         self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
-        self._hyper, self._signer = schema.plain(fleet.hyper), fleet.signer()
+        self._hyper, self._sign = schema.plain(fleet.hyper), sign
         self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
         self._graph, self._steps, self._layout = graph, steps, layout
         self._max_upload_bytes, self._now = max_upload_bytes, now
         self._resting, self._packed = resting, packed
-        self._again: Callable[[], None] | None = None
+        self._again: Callable[[], None] = lambda: None
+        self._went_packed = False
         self.seq = int(ledger.fact(SEQ) or "0")
 
     def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
@@ -77,7 +79,7 @@ class Manifests:
             is_open=True, secure=opened.secure, links={link.blob.id for link in opened.chain.links},
             train=self._layout.places(opened.arrays.moving),
         )
-        self._again = partial(self.open_round, opened, after) if self._packed() else None
+        self._again = partial(self.open_round, opened, after)
 
     def no_round(self, after: Checkpoint) -> None:
         """Says what was counted and which model is served, while nobody is asked to train."""
@@ -87,12 +89,16 @@ class Manifests:
             assert self._served.reference is not None
             self._publish(after, after.round, Cohort(devices=()), self._served.reference, {}, {},
                           self._codecs.accepted(), 0.0, is_open=False)
-            self._again = partial(self.no_round, after) if self._packed() else None
+            self._again = partial(self.no_round, after)
 
     def unpack(self) -> None:
         """Publishes the manifest again, plain, if a device that came does not read it under zstd."""
-        if self._again is not None and not self._packed():
+        if self._went_packed and not self._packed():
             self._again()
+
+    def again(self) -> None:
+        """Publishes the last manifest again, signed anew."""
+        self._again()
 
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
@@ -128,7 +134,8 @@ class Manifests:
             steps=None if self._steps is None else self._models.blob(self._steps),
         )
         keep = {blob.id for blob in manifest.blobs()} | own | {*links}
-        self._publisher.manifest(self._signer.sign(messages.encode(manifest, packed=self._packed())), keep)
+        self._went_packed = self._packed()
+        self._publisher.manifest(self._sign(messages.encode(manifest, packed=self._went_packed)), keep)
 
     def _next_seq(self) -> int:
         """max(last + 1, Unix ms), kept on disk: it rises even after a backup was restored."""

@@ -9,15 +9,17 @@ from fleet_core.base.errors import LinkError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down, ServerPresence
-from fleet_core.protocol.signing import Signer
 
 
 class ServerMessages:
     """Messages to devices use QoS 0, because devices ask again for a lost one. The first one, ``heard``, uses QoS 1, so
-    that an MQTT 5 broker reports if it denies them. boot: identifies this start of the aggregator."""
+    that an MQTT 5 broker reports if it denies them. sign(body): with the fleet's key. boot: identifies this start of
+    the aggregator."""
 
-    def __init__(self, fleet: str, link: Link, signer: Signer, boot: str, log: Callable[[str], None]):
-        self._fleet, self._link, self._signer, self._boot, self._log = fleet, link, signer, boot, log
+    def __init__(
+        self, fleet: str, link: Link, sign: Callable[[bytes], bytes], boot: str, log: Callable[[str], None]
+    ):
+        self._fleet, self._link, self._sign, self._boot, self._log = fleet, link, sign, boot, log
 
     def announce(self, state: str) -> None:
         """Publishes the retained presence. state: on | off."""
@@ -32,7 +34,7 @@ class ServerMessages:
         """Sends a signed message: a device commits or discards state, or ends, only for one of these."""
         qos = 1 if message.t == "revoked" else 0
         data = messages.encode(message, packed=message.secure is not None)
-        self._send(topics.down(self._fleet, device), self._signer.sign(data), qos=qos)
+        self._send(topics.down(self._fleet, device), self._sign(data), qos=qos)
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 0) -> None:
         if self._link.connected:

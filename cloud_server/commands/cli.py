@@ -11,7 +11,7 @@ import typer
 
 from cloud_server.choices.datasets import datasets_app
 from cloud_server.choices.profiles import profiles_app
-from cloud_server.commands import bundle, costs, examples, lab, monitoring, plan
+from cloud_server.commands import bundle, costs, examples, keys, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.lab import STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fleet_core.model.layout import Layout
 
 app = application()
+keys.add_to(server_app)
 app.add_typer(server_app, name="server")
 app.add_typer(devices_app, name="devices")
 app.add_typer(datasets_app, name="datasets")
@@ -108,6 +109,7 @@ def init(
     ] = None,
     graph: Annotated[bool, typer.Option("--train-graph/--no-train-graph", help="Make the graph with which devices "
                                         "train without torch.")] = True,
+    encrypt_keys: Annotated[bool, typer.Option("--encrypt-keys", help="Give the fleet's keys a passphrase.")] = False,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that has a fleet.toml."""
     from cloud_server.identity import audit_log
@@ -123,6 +125,8 @@ def init(
         text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
+    if encrypt_keys:
+        keys.encrypt(fleet)
     audit_log.done(fleet, "init")
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")

@@ -16,8 +16,10 @@ from typing import Literal
 from cloud_server.broker import private_broker
 from cloud_server.broker.mosquitto_config import ENROLMENT_PORT, PORT
 from cloud_server.identity import fleet_certificates
+from cloud_server.records import key_files
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base.errors import LinkError
+from fleet_core.base.processes import typed
 
 EXTRAS = {
     "train": (("torch",), "demo, simulate, advise"), "export": (("torch", "onnx", "onnxscript"), "init, export, demo"),
@@ -53,6 +55,7 @@ def examine(folder: Path | None, root: Path = Path("/")) -> list[Finding]:
     return [
         Finding("Python", "ok", platform.python_version()), *packages(), broker(), *ports(fleet), address(), clock(),
         firewall(_ports(fleet), root), open_files(), room(folder or Path.cwd()),
+        *([] if folder is None else [private_keys(folder)]),
     ]
 
 
@@ -146,6 +149,15 @@ def room(folder: Path) -> Finding:
     enough = free >= LEAST_FREE
     return Finding("disk", "ok" if enough else "wrong", f"{free / 1e9:.1f} GB free in {folder}",
                    "" if enough else "make room: an aggregator that cannot write opens no further round")
+
+
+def private_keys(folder: Path) -> Finding:
+    """Whether the fleet's private keys have a passphrase."""
+    if key_files.state(folder) == "encrypted":
+        return Finding("keys", "ok", "encrypted")
+    half = key_files.state(folder) == "partly"
+    found = "some are encrypted, some not" if half else "plain: who reads the folder or a backup can act as the fleet"
+    return Finding("keys", "wrong" if half else "note", found, f"metafleet server encrypt-keys {typed(folder)}")
 
 
 def _output(command: tuple[str, ...]) -> str:

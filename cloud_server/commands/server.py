@@ -67,6 +67,9 @@ def server_install(
     host: Annotated[str | None, typer.Option(help="As for 'server start'.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="As for 'server start'.")] = None,
     user: Annotated[bool, typer.Option("--user", help="A service of your own, without root.")] = False,
+    passphrase: Annotated[Path | None, typer.Option("--passphrase", metavar="FILE", help="Of the fleet's keys: the "
+                                                    "service gets it as a credential; .cred: by systemd-creds.")]
+    = None,
     printed: Annotated[bool, typer.Option("--print", help="Print the unit; install nothing.")] = False,
 ) -> None:
     """Run the aggregator as a systemd service: installs, enables and starts it."""
@@ -76,7 +79,7 @@ def server_install(
 
     given = (("--broker", broker), ("--host", host), ("--port", port))
     options = [text for name, value in given if value is not None for text in (name, str(value))]
-    service = systemd_service.service_of(Fleet.load(fleet), options, user=user)
+    service = systemd_service.service_of(Fleet.load(fleet), options, user=user, passphrase=passphrase)
     if printed:
         return print(service.text, end="")
     systemd_service.install(service)

@@ -253,6 +253,7 @@ def broker_for_token(broker: str | None, fleet: Fleet) -> str:
 
 
 def seconds_of(text: str, option: str = "--valid") -> float:
+    """Raises ConfigError."""
     found = re.fullmatch(r"(\d{1,6})([mhd])", text)
     seconds = 0.0 if found is None else int(found[1]) * UNITS_S[found[2]]
     if not 0 < seconds <= MAX_VALID_S:

@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cloud_server.devices import pause, roll_back, updates
-from cloud_server.identity import token_enrolment
+from cloud_server.identity import announce_keys, token_enrolment
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Round
-from cloud_server.records import update_record
+from cloud_server.ledger.ledger_tables import Device, Round
+from cloud_server.records import key_files, signing_keys, update_record
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.results import result
 from cloud_server.results.result import Sums
 from cloud_server.rounds import privacy_budget, quarantine
 from cloud_server.rounds.budget import ENDED, resting
+from fleet_core.base import terminal
 from fleet_core.base.errors import shortened
 from fleet_core.base.processes import typed
+from fleet_core.protocol.signing import key_id
 
 LOOK_S = 1.0
 
@@ -45,11 +47,25 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         "off": [d.name for d in enrolled.values() if d.state == "off" and d.took_part],
         "not_on_yet": sorted([*invited, *(name for name, d in enrolled.items() if not d.capabilities)]),
         "programs": dict(sorted(programs.items())), "totals": result.plain(sums or result.sums(ledger)),
+        "keys": key_files.state(fleet.folder), **_succession(fleet, enrolled),
+        **({"old_authority": announce_keys.needed(fleet, ledger)} if (fleet.folder / "ca-next.pem").exists() else {}),
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
         **({"quarantined": shut_out} if shut_out else {}), **({"rolled_back": went_back} if went_back else {}),
         **({"privacy": private} if private else {}), **({"update": updates.facts(update)} if update else {}),
     }
+
+
+def _succession(fleet: Fleet, enrolled: dict[str, Device]) -> dict[str, Any]:
+    """The last roll-over of the fleet's key, if there was one."""
+    last = signing_keys.last(fleet.folder)
+    if last is None:
+        return {}
+    have, behind = announce_keys.followed(list(enrolled.values()), last.new)
+    return {"key": {
+        "id": key_id(last.new), "number": last.number, "signs": signing_keys.pending(fleet.folder) is None,
+        "until": last.until, "cut": last.cut, "followed": len(have), "behind": behind,
+    }}
 
 
 def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
@@ -84,6 +100,18 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
         yield f"agents, by what each device said last: {', '.join(versions)}"
     if "update" in facts:
         yield from updates.lines(facts["update"], fleet)
+    if "key" in facts and (facts["key"]["behind"] or not facts["key"]["signs"]):
+        key = facts["key"]
+        yield (f"the fleet's key {key['id']} {'signs' if key['signs'] else 'is announced'}: {key['followed']} devices "
+               f"have followed, {len(key['behind'])} have not ({', '.join(shortened(key['behind']))}); the one before "
+               f"{'is cut' if key['cut'] else 'counts until ' + terminal.date(key['until'])}")
+    if "old_authority" in facts:
+        names = facts["old_authority"]
+        yield (f"the authority is changed: {len(names)} devices still need the old one"
+               + (f": {', '.join(shortened(names))}" if names else ""))
+    if facts["keys"] != "plain":
+        yield "the fleet's keys are " + ("encrypted" if facts["keys"] == "encrypted" else
+                                         f"encrypted in part: metafleet server encrypt-keys {typed(fleet)}")
     if "privacy" in facts:
         yield privacy_budget.sentence(facts["privacy"])
     payload = facts["totals"].get("payload_bytes")

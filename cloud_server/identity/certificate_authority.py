@@ -14,6 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from cloud_server.records import key_files
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 from fleet_core.protocol import certificates
@@ -49,7 +50,7 @@ class Authority:
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs=True), critical=True)
         certificate = builder.sign(key, hashes.SHA256())
-        certificates.save_key(key_path, key)
+        key_files.write(key_path, certificates.key_pem(key))
         storage.write_atomic(path, certificates.certificate_pem(certificate))
         return Authority(key, certificate)
 
@@ -57,9 +58,10 @@ class Authority:
     def load(key_path: Path, path: Path) -> Authority:
         """Raises StateError for files that are missing, damaged or do not belong together."""
         try:
-            key, certificate = certificates.load_key(key_path), certificates.load_certificate(path)
+            key = certificates.key_of(key_files.read(key_path), str(key_path))
+            certificate = certificates.load_certificate(path)
         except StateError as error:
-            raise StateError(error.what, where=error.where, expected=error.expected, hint=LOST) from error
+            raise StateError(error.what, where=error.where, expected=error.expected, hint=error.hint or LOST) from error
         public = certificate.public_key()
         if not isinstance(public, PublicKey) or public != key.public_key():
             raise StateError("is not the certificate of the key beside it", where=str(path), hint=LOST)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cloud_server.identity import fleet_certificates
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.records import training_graph
+from cloud_server.records import key_files, training_graph
 from cloud_server.records.fleet_folder import Fleet, check_folder, method_of
 from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config, storage
@@ -72,7 +72,8 @@ def _write_signing_key(folder: Path) -> None:
     if (folder / "fleet.pub").exists():
         return
     key = folder / "fleet.key"
-    signer = Signer.load(key) if key.exists() else Signer.create(key)  # devices trust this key only: keep it
+    kept = key.exists()  # devices trust this key only
+    signer = Signer.load(key, key_files.read) if kept else Signer.create(key, key_files.write)
     storage.write_atomic(folder / "fleet.pub", signer.public.encode() + b"\n")
 
 

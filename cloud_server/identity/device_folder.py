@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cloud_server.records import signing_keys
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import ConfigError
@@ -56,7 +57,7 @@ def check_folder(fleet: Fleet, name: str, folder: Path | None) -> None:
     known = _known(path)
     for key in ("name", "fleet", "key"):
         found = known.get("device", identity).get(key)
-        if found != identity[key]:
+        if found != identity[key] and (key != "key" or found not in signing_keys.known(fleet.folder)):
             raise ConfigError(f"is another device's folder: its {key} is '{found}'", where=str(path),
                               expected=f"'{identity[key]}'", hint="take an empty one")
 

@@ -19,6 +19,7 @@ from typing import TypedDict
 
 from cloud_server.broker import mosquitto_config
 from cloud_server.broker.mosquitto_config import AGGREGATOR, OPERATORS, BrokerSetup
+from cloud_server.identity import authorities
 from cloud_server.identity.certificate_authority import Authority
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate
@@ -43,7 +44,7 @@ class TlsFiles(TypedDict, total=False):
 
 def authority(folder: Path) -> Authority:
     """The authority that signs devices' certificates. Raises StateError."""
-    return Authority.load(folder / "ca.key", folder / "ca.pem")
+    return authorities.present(folder)
 
 
 def tokens_authority(folder: Path) -> Authority:
@@ -64,13 +65,15 @@ def create_missing(fleet: Fleet, ledger: Ledger) -> None:
 
 def configure(fleet: Fleet, ledger: Ledger, setup: BrokerSetup) -> Path:
     """Writes the broker's folder and returns the path of its configuration. The broker's certificate is replaced if it
-    is for other hosts or due for renewal."""
+    is for other hosts, of an old authority or due for renewal."""
     folder = fleet.folder / "mosquitto"
     hosts = tuple(dict.fromkeys((*setup.hosts, *LOCAL)))
     before = saved_setup(fleet.folder)
-    for stem in ("ca", "tokens-ca"):
-        storage.write_atomic(folder / f"{stem}.pem", storage.read_bytes(fleet.folder / f"{stem}.pem", limit=1 << 16))
-    if before is None or before.hosts != setup.hosts or not _is_current(folder / "server.pem"):
+    trusted = b"".join(map(certificates.certificate_pem, authorities.trusted(fleet.folder)))
+    storage.write_atomic(folder / "ca.pem", trusted)
+    tokens = storage.read_bytes(fleet.folder / "tokens-ca.pem", limit=1 << 16)
+    storage.write_atomic(folder / "tokens-ca.pem", tokens)
+    if before is None or before.hosts != setup.hosts or not _is_current(fleet, folder / "server.pem"):
         key = _key(folder / "server.key")
         storage.write_atomic(
             folder / "server.pem", certificates.certificate_pem(authority(fleet.folder).server(hosts, key.public_key()))
@@ -87,7 +90,8 @@ def write_revocations(fleet: Fleet, ledger: Ledger, *, also: Iterable[str] = ())
     ended = {row.serial: row.revoked_at or time.time() for row in rows if row.revoked_at or row.device in names}
     path = folder / "crl.pem"
     before = storage.read_bytes(path, limit=1 << 26) if path.exists() else None
-    storage.write_atomic(path, authority(fleet.folder).revocations(ended, before))
+    issuers = filter(None, (authorities.present(fleet.folder), authorities.successor(fleet.folder)))
+    storage.write_atomic(path, b"".join(one.revocations(ended, before) for one in issuers))
     mosquitto_config.write_access(folder, fleet.config.fleet.name, names)
 
 
@@ -167,14 +171,17 @@ def _tls_files(fleet: Fleet, stem: Path, name: str) -> TlsFiles:
 
 def _ensure_client(fleet: Fleet, stem: Path, name: str) -> None:
     """Makes sure that ``name`` has a key and a current certificate."""
-    if not _is_current(stem.with_suffix(".pem")):
+    if not _is_current(fleet, stem.with_suffix(".pem")):
         signed = authority(fleet.folder).client(name, _key(stem.with_suffix(".key")).public_key())
         storage.write_atomic(stem.with_suffix(".pem"), certificates.certificate_pem(signed))
 
 
-def _is_current(path: Path) -> bool:
-    """Whether the certificate exists and is in the first half of its validity."""
-    return path.exists() and time.time() < certificates.renew_after(certificates.load_certificate(path))
+def _is_current(fleet: Fleet, path: Path) -> bool:
+    """Whether the certificate exists, is of the present authority and in the first half of its validity."""
+    if not path.exists():
+        return False
+    found, authority = certificates.load_certificate(path), authorities.trusted(fleet.folder)[0]
+    return time.time() < certificates.renew_after(found) and certificates.is_issued_by(found, authority)
 
 
 def broker_authority(fleet: Fleet) -> Path | None:

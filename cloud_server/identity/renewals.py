@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from cloud_server.identity import certificate_authority, fleet_certificates
+from cloud_server.identity import authorities, certificate_authority
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate
@@ -63,6 +63,10 @@ class Renewals:
 
     def _check_due(self, present: Certificate, valid: list[Certificate]) -> None:
         """Raises MessageError for a renewal that is not needed, because every certificate stays in the ledger."""
+        last = authorities.trusted(self._fleet.folder)[-1]
+        if not any(certificates.is_issued_by(certificates.certificate_in(row.certificate, row.device), last)
+                   for row in valid):
+            return  # the authority is changed
         due = certificates.renew_after(certificates.certificate_in(present.certificate, present.device))
         if self._now() < due - DAY_S:
             date = time.strftime("%Y-%m-%d", time.gmtime(due))
@@ -72,7 +76,8 @@ class Renewals:
             raise MessageError("got another certificate less than a day ago", where=present.device)
 
     def _sign(self, present: Certificate, key: certificates.PublicKey, public: str) -> str:
-        signed = fleet_certificates.authority(self._fleet.folder).client(
+        folder = self._fleet.folder
+        signed = (authorities.successor(folder) or authorities.present(folder)).client(
             present.device, key, certificate_authority.devices_until()
         )
         text, serial = certificates.certificate_text(signed), certificates.serial_of(signed)

@@ -57,7 +57,7 @@ class Names:
     """Topics of one fleet. prefix: Home Assistant's discovery prefix."""
 
     def __init__(self, fleet: Fleet, prefix: str):
-        self.fleet, self._key = fleet.config.fleet.name, fleet.public_key()[:8]
+        self.fleet, self._key = fleet.config.fleet.name, fleet.lasting_id()
         self._prefix, self._root = prefix, f"metafleet/{self.fleet}-{self._key}"
         self.bridge = f"{self._root}/bridge"
 

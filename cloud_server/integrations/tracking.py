@@ -73,7 +73,7 @@ class FleetSource:
     def __init__(self, folder: Path):
         self._fleet = Fleet.load(folder)
         self.group = self._fleet.config.fleet.name
-        self.name = f"{self.group}-{self._fleet.public_key()[:8]}"
+        self.name = f"{self.group}-{self._fleet.lasting_id()}"
 
     def settings(self) -> dict[str, Any]:
         return flat(schema.plain(self._fleet.config))

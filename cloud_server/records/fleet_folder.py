@@ -2,6 +2,8 @@
 
     fleet.toml            the settings: method, rounds, model, link
     fleet.key, fleet.pub  the signing key (mode 0600) and the public key for agents
+    successions.json, …   a roll-over of that key: see ``signing_keys``
+    keys.seal             where private keys have a passphrase: see ``key_files``
     ca.key, ca.pem, …     certificates, and the broker's files in mosquitto/ (see ``identity.fleet_certificates``)
     graph.safetensors     graphs, layout and golden outputs, made once by ``metafleet init``
     train.safetensors     the graph with which devices train without torch, if the method has one
@@ -14,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cloud_server.records import signing_keys
 from cloud_server.records import tariff as tariffs
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.records.tariff import Tariff
@@ -144,12 +148,16 @@ class Fleet:
         return select_arrays.moving_of(self.config.train, layout, self.method, text, str(path))
 
     def signer(self) -> Signer:
-        """The fleet's signing key. Raises StateError if it is missing."""
-        return Signer.load(self.folder / "fleet.key")
+        """The key that signs now. Raises StateError if it is missing, or encrypted and the passphrase is not there."""
+        return signing_keys.signer(self.folder, time.time())
 
     def public_key(self) -> str:
         """64 hex digits. Raises StateError if it is missing."""
         return load_public(self.folder / "fleet.pub")
+
+    def lasting_id(self) -> str:
+        """8 hex digits that stay when the fleet gets another key. Raises StateError."""
+        return signing_keys.first(self.folder)[:8]
 
     def graph_bytes(self) -> bytes:
         """The graph bundle that is published. Raises StateError if it is missing or of another model than in

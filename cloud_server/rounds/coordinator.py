@@ -42,7 +42,7 @@ LOOK_S = 0.1  # between two looks over all devices
 
 class Coordinator:
     """Drives one fleet over an open link. ``log`` receives one line at a time of what an operator may want to read.
-    access_changed(): the broker has to read again who may do what."""
+    access_changed(): the broker has to read again who may do what. authority_changed(): it has to trust others."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class Coordinator:
         now: Callable[[], float] = time.time,
         log: Callable[[str], None] = lambda line: None,
         access_changed: Callable[[], None] = lambda: None,
+        authority_changed: Callable[[], None] = lambda: None,
     ):
         self.fleet, self.link, self.ledger = fleet, link, ledger
         self.config, self.method, self.hyper = fleet.config, fleet.method, fleet.hyper
@@ -64,7 +65,8 @@ class Coordinator:
         for remark in fleet.remarks():
             log(remark)
         self._parts = assemble(
-            fleet, link, ledger, boot=self.boot, clock=clock, now=now, log=log, access_changed=access_changed
+            fleet, link, ledger, boot=self.boot, clock=clock, now=now, log=log, access_changed=access_changed,
+            authority_changed=authority_changed,
         )
         self._members, self._rounds, self._rule = self._parts.members, self._parts.rounds, self._parts.rule
         self.layout = self._parts.layout
@@ -99,6 +101,8 @@ class Coordinator:
                     self._log(f"broker: {topic} denied: {reason}")
                     self._parts.left.denied(topic)
         self._requests()
+        if self._parts.keys.tick():
+            self._parts.manifests.again()
         self._parts.receiver.tick()
         if self.link.connected:
             self._go_on()
@@ -190,6 +194,7 @@ class Coordinator:
         self._parts.messages.announce("on")
         self._parts.publisher.reconnected()
         self._parts.programs.reconnected()
+        self._parts.keys.reconnected()
 
     def _requests(self, *, now: bool = False) -> None:
         """What the command line asked for through the ledger."""

@@ -16,6 +16,7 @@ from cloud_server.broadcast.served_model import ServedModels
 from cloud_server.broker.left_messages import LeftMessages
 from cloud_server.broker.publisher import Publisher
 from cloud_server.broker.server_messages import ServerMessages
+from cloud_server.identity.announce_keys import AnnouncedKeys
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.identity.renewals import Renewals
 from cloud_server.identity.token_enrolment import Enrolments, open_tokens
@@ -77,11 +78,13 @@ class Parts:
     privacy: PrivacyBudget
     secure: SecureRounds
     left: LeftMessages
+    keys: AnnouncedKeys
 
 
 def assemble(
     fleet: Fleet, link: Link, ledger: Ledger, *, boot: str, clock: Callable[[], float], now: Callable[[], float],
     log: Callable[[str], None], access_changed: Callable[[], None],
+    authority_changed: Callable[[], None] = lambda: None,
 ) -> Parts:
     """Reads what the fleet's folder holds. Raises StateError or ConfigError."""
     settings, method = fleet.config.fleet, fleet.method
@@ -106,7 +109,9 @@ def assemble(
     rounds = Rounds(ledger, method, now)
     codecs, arrays = RoundCodecs(fleet, ledger), RoundArrays(fleet, layout, ledger)
     waiting = Waiting(members, rounds, settings.deadline_s, clock=clock, log=log)
-    messages = ServerMessages(settings.name, link, fleet.signer(), boot, log)
+    keys = AnnouncedKeys(fleet, ledger, link, audit=audit, clock=clock, now=now, log=log,
+                         authority_changed=authority_changed)
+    messages = ServerMessages(settings.name, link, keys.sign, boot, log)
 
     def tell(device: str, message: Down) -> None:
         if message.t == "need":
@@ -124,7 +129,7 @@ def assemble(
     models = ModelsDown(fleet, wire, publisher)
     served = ServedModels(fleet, wire, ledger, checkpoints, models, codecs)
     manifests = Manifests(
-        fleet, models, served, ledger, publisher, codecs, graph=graph, steps=steps, layout=layout,
+        fleet, models, served, ledger, publisher, codecs, sign=keys.sign, graph=graph, steps=steps, layout=layout,
         max_upload_bytes=receiver.max_upload_bytes, now=now,
         resting=lambda: members.resting.keys() | members.quarantined.keys(), packed=members.read_packed,
     )
@@ -152,7 +157,7 @@ def assemble(
             fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log,
             private=lambda: privacy.over,
         ),
-        privacy=privacy, secure=secure,
+        privacy=privacy, secure=secure, keys=keys,
         left=LeftMessages(
             settings.name, link, revoked=members.revoked, off_for=members.off_for, refused=audit.refused, clock=clock,
             log=log,

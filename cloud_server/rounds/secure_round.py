@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 
 from cloud_server.broadcast.open_round import OpenRound, Rounds
+from cloud_server.identity import authorities
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.spool import Spool
@@ -71,12 +72,13 @@ class SecureRounds:
         section = self._section
         if not section.secure_aggregation:
             return None
-        authority = certificates.load_certificate(self._folder / "ca.pem")
+        trusted = authorities.trusted(self._folder)
+        texts = [certificates.certificate_text(one) for one in trusted]
         self._asked.clear()
         return Collector(Session(self._name, number, SecureRules(
             secrets.token_hex(16), section.threshold, section.least, section.neighbours_of(devices), section.exponent,
-            masks.bits_for(devices), certificates.certificate_text(authority),
-        )), authority)
+            masks.bits_for(devices), texts[0], "".join(texts[1:]),
+        )), tuple(trusted))
 
     def interrupted(self, number: int) -> bool:
         """Whether the sum of round ``number`` was being unmasked when an earlier aggregator ended."""

@@ -20,6 +20,7 @@ from cloud_server.identity import audit_log, fleet_certificates
 from cloud_server.integrations import tracking
 from cloud_server.ledger import disk_errors
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.records import key_files
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, snapshot
 from cloud_server.rounds.coordinator import Coordinator, will
@@ -143,12 +144,14 @@ def serve(
     quiet: bool = False,
     connect_s: float,
     access_changed: Callable[[], None] = lambda: None,
+    broker_anew: Callable[[], None] = lambda: None,
     on_step: Callable[[Log], None] = lambda log: None,
 ) -> None:
     """Runs the aggregator until ``stopped``, or with ``until_done`` until all rounds are closed.
 
     connect_s: how long to wait for the broker at the start. access_changed(): called when the broker has to read its
-    access list again. on_step(log): called after every step. Raises LinkError if no broker answers, and StateError if
+    access list again. broker_anew(): called when it has to trust other authorities, for which a reload does not do.
+    on_step(log): called after every step. Raises LinkError if no broker answers, and StateError if
     the disk cannot be written at the start or a file is damaged.
     """
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
@@ -157,7 +160,7 @@ def serve(
         view = LiveView(fleet.config.fleet.rounds, after_round=last_closed)
         with contextlib.nullcontext() if quiet else view:
             say = disk_errors.undisturbed(log if quiet else view.say)
-            new_coordinator = partial(_coordinator, fleet, ledger, url, say, access_changed)
+            new_coordinator = partial(_coordinator, fleet, ledger, url, say, access_changed, broker_anew)
             aggregator = Aggregator(new_coordinator, ledger, fleet.folder / "state", log=say)
             try:
                 _await_broker(aggregator, url, stopped, connect_s)
@@ -179,7 +182,8 @@ def _audited(fleet: Fleet, url: str) -> Iterator[None]:
 
 
 def _coordinator(
-    fleet: Fleet, ledger: Ledger, url: str, log: Callable[[str], None], access_changed: Callable[[], None]
+    fleet: Fleet, ledger: Ledger, url: str, log: Callable[[str], None], access_changed: Callable[[], None],
+    broker_anew: Callable[[], None],
 ) -> Coordinator:
     boot = secrets.token_hex(8)
     topic, payload = will(fleet.config.fleet.name, boot)
@@ -187,7 +191,14 @@ def _coordinator(
         url, client_id=f"{fleet.config.fleet.name}-aggregator", will=Will(topic, payload), max_queued=MAX_QUEUED,
         **fleet_certificates.as_aggregator(fleet, url),
     )
-    return Coordinator(fleet, link, ledger, boot=boot, log=log, access_changed=access_changed)
+
+    def authority_changed() -> None:
+        if parse_url(url).tls:
+            link.trust(**fleet_certificates.as_aggregator(fleet, url))
+            broker_anew()
+
+    return Coordinator(fleet, link, ledger, boot=boot, log=log, access_changed=access_changed,
+                       authority_changed=authority_changed)
 
 
 def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool], connect_s: float) -> None:
@@ -275,6 +286,7 @@ def start(
     ``tracking.Options``, also in a process of its own."""
     allocator.keep_freed()
     made = Fleet.load(folder)
+    key_files.unlock(folder)
     named = broker or made.config.link.broker
     run = partial(serve, made, log=processes.say, until_done=until_done, quiet=quiet, connect_s=connect_s)
     trackers = tracking.Options(tensorboard, mlflow)
@@ -284,17 +296,24 @@ def start(
             beside.enter_context(console_beside(folder, processes.say, "--port", str(console)))
         if named is not None and named != EMBEDDED:
             check_plain(named, plain or made.config.link.plain)
-            return run(url=named, stopped=stopped, access_changed=lambda: _say_access_changed(made))
+            return run(url=named, stopped=stopped, access_changed=lambda: _say_access_changed(made),
+                       broker_anew=lambda: _say_authorities_changed(made))
         with private_broker(
             made, host, port, plain=plain, embedded=named == EMBEDDED, log=processes.say
         ) as supervisor:
-            run(url=supervisor.broker.url, stopped=stopped, access_changed=supervisor.reload, on_step=supervisor.tick)
+            run(url=supervisor.broker.url, stopped=stopped, access_changed=supervisor.reload,
+                broker_anew=supervisor.replace, on_step=supervisor.tick)
 
 
 def _say_access_changed(fleet: Fleet) -> None:
     if fleet_certificates.saved_setup(fleet.folder) is not None:
         processes.say(f"hint: the access list and the revocation list in {fleet.folder / 'mosquitto'} have changed: "
                       "copy acl and crl.pem to the broker and let it read them again (mosquitto: SIGHUP)")
+
+
+def _say_authorities_changed(fleet: Fleet) -> None:
+    processes.say(f"hint: the broker's certificate and authorities in {fleet.folder / 'mosquitto'} have changed: copy "
+                  "that folder to the broker and start it anew: a reload is not enough")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.records.key_files import CREDENTIAL
 from fleet_core.base import processes, storage
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.processes import typed
@@ -37,7 +38,7 @@ NoNewPrivileges=yes
 PrivateTmp=yes
 ProtectSystem=strict
 ReadWritePaths={folder}
-
+{credential}
 [Install]
 WantedBy={target}
 """
@@ -56,22 +57,32 @@ class Service:
         return self.path.name
 
 
-def service_of(fleet: Fleet, options: Sequence[str], *, user: bool, home: Path | None = None) -> Service:
+def service_of(
+    fleet: Fleet, options: Sequence[str], *, user: bool, home: Path | None = None, passphrase: Path | None = None
+) -> Service:
     """The service that runs ``metafleet server start`` with these options. A system service runs as the owner of the
-    fleet's folder. home: of the calling user.
+    fleet's folder. home: of the calling user. passphrase: the file with the passphrase of the fleet's keys; systemd
+    reads it as root and shows it to the service alone. It decrypts one that ends in .cred, as systemd-creds makes it.
 
     Raises ConfigError if that owner is root, or a path cannot stand in a unit file."""
     folder = fleet.folder.resolve()
     command = processes.command("cloud_server.commands.cli", "server", "start", str(folder), "--quiet", *options)
-    for word in (*command, str(folder)):
+    secret = () if passphrase is None else (str(passphrase.resolve()),)
+    for word in (*command, str(folder), *secret):
         if any(c.isspace() or c in '%"\'\\$' for c in word):
             raise ConfigError("a unit file cannot name it as it is", where=word,
                               hint="a folder without spaces, quotes and %")
     account = "" if user else f"User={_owner(folder)}\n"
     text = UNIT.format(fleet=fleet.config.fleet.name, account=account, parent=folder.parent, folder=folder,
-                       command=shlex.join(command), target="default.target" if user else "multi-user.target")
+                       command=shlex.join(command), credential="".join(map(_credential, secret)),
+                       target="default.target" if user else "multi-user.target")
     units = (home or Path.home()) / ".config/systemd/user" if user else SYSTEM
     return Service(units / f"metafleet-{fleet.config.fleet.name}.service", text, user)
+
+
+def _credential(path: str) -> str:
+    load = "LoadCredentialEncrypted" if path.endswith(".cred") else "LoadCredential"
+    return f"{load}={CREDENTIAL}:{path}\n"
 
 
 def _owner(folder: Path) -> str:

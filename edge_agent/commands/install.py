@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edge_agent.device.fleet_keys import ring_of
 from edge_agent.device.slots import RolledBack, Slots, facts_of
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import bundle_check, relearn
@@ -74,7 +75,7 @@ def _settings(manifest: Manifest, home: Path, name: str | None) -> Settings:
         return _new_device(manifest, name or home.resolve().name)
     settings = settings_of(home)
     device = settings.device
-    if (device.fleet, device.key) != (manifest.fleet, manifest.key):
+    if device.fleet != manifest.fleet or manifest.key not in ring_of(home, device.key, device.fleet).accepted():
         raise ConfigError(f"is a device of another fleet, '{device.fleet}'", where=str(home / "device.toml"),
                           expected=f"'{manifest.fleet}' with the key {manifest.key[:8]}…", hint="take an empty folder")
     if name not in (None, device.name):

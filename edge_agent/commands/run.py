@@ -91,7 +91,8 @@ def _renewal(
 ) -> Renewal | None:
     if settings.tls.renew_after is None:
         return None
-    return Renewal(home, settings, link, boot=boot, take_up=link.use_certificate, log=log)
+    return Renewal(home, settings, link, boot=boot, take_up=link.use_certificate, log=log,
+                   trust=lambda: link.trust(**tls_files(home, settings_of(home, settings.device.broker), plain=True)))
 
 
 def _updates(home: Path, settings: Settings, link: MqttLink, log: Callable[[str], None]) -> ProgramUpdates | None:

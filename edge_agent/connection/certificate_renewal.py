@@ -9,7 +9,7 @@ signed with the fleet's key, whichever authority issued the broker's certificate
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,35 +22,45 @@ from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down, RenewalRequest, Report
 
 if TYPE_CHECKING:  # 10 MB that a device needs once in some years only
+    from cryptography import x509
+
     from fleet_core.protocol.certificates import PrivateKey
 
 RETRY_S = 3600.0
+CHANGE_S = 30.0
+"""Between two requests while the fleet changes its authority."""
 RETRY_AFTER_REFUSAL_S = 86400.0
 NEXT_KEY = "identity-next.key"
 IDENTITY_FILES = "identity-*"
 
 
 class Renewal:
-    """take_up: makes the link use another certificate and key from its next connection on. Without ``renew_after`` in
+    """take_up: makes the link use another certificate and key from its next connection on. trust(): makes it use the
+    files of device.toml as they are now. ``issuer``: the fleet's new authority, once it has issued this device's
+    certificate; empty before. Without ``renew_after`` in
     device.toml, which enrolment writes, nothing is requested: another authority issued the certificate."""
 
     def __init__(
         self, home: Path, settings: Settings, link: Link, *, boot: str, take_up: Callable[[Path, Path], None],
-        clock: Callable[[], float] = time.monotonic, log: Callable[[str], None] = lambda line: None,
+        trust: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic,
+        log: Callable[[str], None] = lambda line: None,
     ):
-        self._home, self._link, self._boot, self._take_up = home, link, boot, take_up
+        self._home, self._link, self._boot, self._take_up, self._trust = home, link, boot, take_up, trust
         self._fleet, self._name = settings.device.fleet, settings.device.name
         self._tls, self._due = settings.tls, settings.tls.renew_after
         self._clock, self._log = clock, log
         self._next_check = clock()
+        self._wanted: x509.Certificate | None = None
+        self.issuer = ""
 
     def tick(self, now: float) -> None:
         """Requests a new certificate when it is due. now: Unix seconds, the later of the clock and the last signed
         time."""
         if self._due is None or self._clock() < self._next_check or not self._link.connected:
             return
-        self._next_check = self._clock() + RETRY_S
-        if now < self._due:
+        changes = self._wanted is not None and not self.issuer
+        self._next_check = self._clock() + (CHANGE_S if changes else RETRY_S)
+        if now < self._due and not changes:
             return
         try:
             self._link.publish(topics.report(self._fleet, self._name), messages.encode(self._request()))
@@ -83,7 +93,34 @@ class Renewal:
         self._update_device_toml()
         self._take_up(self._home / f"{name}.pem", self._home / f"{name}.key")
         self._remove_all_but({name, before})
+        self._note_issuer(new)
         self._log(f"has a new certificate, until {new.not_valid_after_utc:%Y-%m-%d}")
+
+    def on_authorities(self, texts: Sequence[str]) -> None:
+        """Trusts these authorities (DER in base64) for the broker, if one of them is trusted already, and asks for a
+        certificate of the last. Raises MessageError, StateError; then nothing has changed."""
+        if self._due is None or self._tls.certificate is None:
+            return
+        from fleet_core.protocol import certificates
+
+        found = [certificates.certificate_in(text, "the authorities") for text in texts]
+        if self._tls.ca is not None:
+            path = self._home / self._tls.ca
+            data = b"".join(map(certificates.certificate_pem, found))
+            held = storage.read_bytes(path, limit=certificates.MAX_FILE_BYTES)
+            if data != held and set(found) & set(certificates.all_in(held, str(path))):
+                storage.write_atomic(path, data)
+                self._trust()
+                self._log(f"trusts {len(found)} authorities for the broker" if found[1:] else
+                          "trusts the fleet's new authority alone")
+        self._wanted, self.issuer, self._next_check = found[-1], "", self._clock()
+        self._note_issuer(certificates.load_certificate(self._home / self._tls.certificate))
+
+    def _note_issuer(self, own: x509.Certificate) -> None:
+        from fleet_core.protocol import certificates
+
+        if self._wanted is not None and certificates.is_issued_by(own, self._wanted):
+            self.issuer = certificates.authority_id(self._wanted)
 
     def _request(self) -> Report:
         """Raises StateError if the present key or certificate cannot be read."""

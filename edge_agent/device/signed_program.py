@@ -1,6 +1,7 @@
 """Checks a program on this device against what the fleet's key has signed of it.
 
-``FLEET_KEY`` is root's: the agent reads it and cannot change it. It is put there by the first flash.
+``FLEET_KEY`` is root's: the agent reads it and cannot change it. It is put there by the first flash. Successions that
+the agent has followed lead from it to a newer key; each is signed, so the agent can withhold one and forge none.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from edge_agent.device.fleet_keys import readable_ring
 from fleet_core.base import storage
 from fleet_core.base.errors import ConfigError, FlashError, MessageError
 from fleet_core.protocol import program_statement
 from fleet_core.protocol.program_statement import FILE, MANIFEST, MAX_BYTES, MAX_MANIFEST_BYTES, Statement
 from fleet_core.protocol.signing import Verifier, load_public
 
-FLEET_KEY = Path("/etc/metafleet/fleet.pub")
+FLEET_KEY, AGENT = Path("/etc/metafleet/fleet.pub"), Path("/var/lib/metafleet")
 
 
 def verifier_of(key: Path) -> Verifier:
@@ -22,7 +24,7 @@ def verifier_of(key: Path) -> Verifier:
     if not key.exists():
         raise ConfigError("there is no key of a fleet here", where=str(key),
                           hint="the first flash puts it there; or name one: --key FILE")
-    return Verifier(load_public(key))
+    return readable_ring(AGENT, load_public(key))
 
 
 def signed_text(path: Path, verifier: Verifier) -> bytes:
@@ -53,7 +55,7 @@ def refused(path: Path, error: MessageError) -> FlashError:
     """The error of a file that the fleet's key has not signed, with what to do."""
     return FlashError(f"the program is refused: it {error.what}", where=str(path), expected=error.expected,
                       hint=f"flash it from the folder of the fleet that this device belongs to; if the fleet has a new "
-                           f"key, remove {FLEET_KEY} on the device first")
+                           f"key and the agent has not followed, remove {FLEET_KEY} on the device first")
 
 
 def sha256_of(path: Path) -> str:

@@ -40,6 +40,7 @@ from fleet_core.model import graph_bundle
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Down, Evaluation, Presence, Question, ServerPresence
 from fleet_core.protocol.round_messages import Manifest, ModelRef
+from fleet_core.protocol.succession import MAX_BYTES, Announced
 
 
 class Agent:
@@ -196,6 +197,7 @@ class Agent:
         if again:
             self._log("broker: connected")
         self.link.subscribe(
+            topics.keys(self.fleet),
             topics.current(self.fleet),
             topics.server(self.fleet),
             topics.down(self.fleet, self.name),
@@ -215,6 +217,8 @@ class Agent:
             return
         if address.kind == "cur":
             self._on_manifest(payload)
+        elif address.kind == "keys":
+            self._on_keys(payload)
         elif address.kind == "srv":
             self._on_server(messages.decode(ServerPresence, payload))
         elif address.kind == "program" and self._programs is not None:
@@ -238,6 +242,32 @@ class Agent:
         named = self._models.named(manifest) | self._per_device.named(manifest)
         self._fetcher.keep({blob.id for blob in manifest.blobs()} | named)
         self._advance()
+
+    def _on_keys(self, payload: bytes) -> None:
+        """The fleet's key has a successor: follows, and reads the manifest that came before it."""
+        if not payload:
+            return
+        keys = self._check.keys
+        before = keys.told
+        announced = messages.decode(Announced, payload, limit=MAX_BYTES)
+        unread = keys.take(announced.links)
+        if keys.told != before:
+            self._log(f"the fleet's key is {keys.ring.id}, succession {keys.ring.number}")
+            self._announce()
+        if unread:
+            self._on_manifest(unread)
+        new = keys.authorities(announced.authorities)
+        if new is not None and self._renewal is not None:
+            self._renewal.on_authorities(new.certificates)
+            keys.trusts(new)
+            self._said_issuer()
+
+    def _said_issuer(self) -> None:
+        """Tells the aggregator once this device has a certificate of the fleet's other authority."""
+        keys = self._check.keys
+        if self._renewal is not None and self._renewal.issuer not in ("", keys.issuer):
+            keys.is_issued_by(self._renewal.issuer)
+            self._announce()
 
     def _on_server(self, presence: ServerPresence) -> None:
         """Reports again to an aggregator that was away: it may have lost this device's last report."""
@@ -278,11 +308,12 @@ class Agent:
 
     def _on_down(self, payload: bytes) -> None:
         if payload.startswith(b"ed25519:"):
-            attested = messages.decode(Down, self._check.verifier.verify(payload))
+            attested = messages.decode(Down, self._check.keys.ring.verify(payload))
             if attested.t == "revoked":
                 return self._on_revoked(attested)
             if attested.t == "renewed" and self._renewal is not None:
-                return self._renewal.on_answer(attested)
+                self._renewal.on_answer(attested)
+                return self._said_issuer()
             if attested.t == "secure":
                 return self._updates.on_secure(attested)
             self._updates.on_fate(attested)
@@ -432,6 +463,8 @@ class Agent:
         self._reporter.announce(
             layouts=() if graph is None else (graph.layout.hash,),
             base=self._models.base,
+            key=self._check.keys.told,
+            ca=self._check.keys.issuer,
             again=again,
             update=None if self._programs is None else self._programs.state,
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edge_agent.device.fleet_keys import FleetKeys
 from edge_agent.device.state import DeviceState
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages
 from fleet_core.protocol.round_messages import Manifest
-from fleet_core.protocol.signing import Verifier
 
 
 class ManifestCheck:
@@ -20,7 +20,7 @@ class ManifestCheck:
 
     def __init__(self, fleet: str, key: str, state: DeviceState, now_ms: Callable[[], int]):
         self._fleet, self._state, self._now_ms = fleet, state, now_ms
-        self.verifier = Verifier(key)
+        self.keys = FleetKeys(state.folder, key, fleet, lambda: self.time_ms / 1000)
         self.seq, self._signed_ms = state.clock()
         self.manifest: Manifest | None = None
 
@@ -32,7 +32,8 @@ class ManifestCheck:
     def accept(self, payload: bytes) -> bool:
         """Takes the manifest; False for the one that is held already, which a broker sends again after a reconnect.
         Raises MessageError for one that is refused."""
-        manifest = messages.decode(Manifest, self.verifier.verify(payload), limit=1 << 24)
+        self.keys.keep(payload)
+        manifest = messages.decode(Manifest, self.keys.ring.verify(payload), limit=1 << 24)
         if manifest.fleet != self._fleet:
             raise MessageError(f"a round of fleet '{manifest.fleet[:64]}'", expected=f"fleet '{self._fleet}'")
         if manifest.v != messages.PROTOCOL:

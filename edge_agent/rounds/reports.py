@@ -97,10 +97,12 @@ class Reporter:
     # Presence ---------------------------------------------------------------------------------------------------------
 
     def announce(
-        self, *, layouts: tuple[str, ...], base: str, again: bool = False, update: UpdateState | None = None
+        self, *, layouts: tuple[str, ...], base: str, key: str = "", ca: str = "", again: bool = False,
+        update: UpdateState | None = None,
     ) -> None:
         """Publishes the presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the
-        graphs here. base: id of the training model that this device holds. update: of programs that it fetches."""
+        graphs here. base: id of the training model that this device holds. key, ca: as in ``Presence``. update: of
+        programs that it fetches."""
         if again:
             self._backoff.repeat()
         else:
@@ -127,6 +129,8 @@ class Reporter:
             engines=self._limits.engines,
             board=self._board[:MAX_BOARD],
             update=update,
+            key=key,
+            ca=ca,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

@@ -65,7 +65,8 @@ class SecureUpdates:
             if pending.upload.secure and pending.upload.secure == self._home.revealed():
                 raise MessageError("this update is in a sum already, which was revealed")
             identity = self._identity()
-            authority = certificates.certificate_in(rules.authority, "the manifest")
+            named = filter(None, (rules.authority, rules.next_authority))
+            authority = tuple(certificates.certificate_in(text, "the manifest") for text in named)
             own = certificates.certificate_text(identity.certificate)
             certificates.issued_to(own, self._name, authority, self._now)
             participant = Participant(Session(self._fleet, manifest.round, rules), identity)

@@ -13,6 +13,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -151,6 +152,11 @@ class MqttLink:
         """Uses another certificate from the next connection on. Raises ConfigError."""
         if self._settings.tls is not None:
             _load(self._settings.tls, cert, key)
+
+    def trust(self, *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> None:
+        """Uses these TLS files alone from the next connection on. Raises ConfigError."""
+        if self._settings.tls is not None:
+            self._settings = replace(self._settings, tls=_tls_context(self._settings.address, ca, cert, key))
 
     def close(self, *, flush_s: float = 5.0) -> None:
         until_s = time.monotonic() + flush_s

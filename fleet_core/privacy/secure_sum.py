@@ -43,6 +43,8 @@ from fleet_core.protocol.secure_messages import Revealed, SealedShares, SecureRu
 NONCE = bytes(12)
 """A key seals one box."""
 
+Authorities = x509.Certificate | tuple[x509.Certificate, ...]
+
 
 @dataclass(frozen=True)
 class Session:
@@ -72,8 +74,8 @@ def to_sign(session: Session, keys: SignedKeys) -> bytes:
     return session.context("keys", keys.device, keys.mask, keys.box)
 
 
-def check_keys(session: Session, keys: SignedKeys, authority: x509.Certificate, now: datetime.datetime) -> None:
-    """Raises MessageError unless the named device signed them for this session, by a certificate of the authority."""
+def check_keys(session: Session, keys: SignedKeys, authority: Authorities, now: datetime.datetime) -> None:
+    """Raises MessageError unless the named device signed them for this session, by a certificate of an authority."""
     if keys.session != session.rules.session:
         raise MessageError("keys of another session", where=keys.device)
     public = certificates.issued_to(keys.certificate, keys.device, authority, now)
@@ -136,7 +138,7 @@ class Participant:
         return replace(unsigned, signature=certificates.sign(self._identity.key, to_sign(self.session, unsigned)))
 
     def seal(
-        self, peers: Collection[SignedKeys], authority: x509.Certificate, now: datetime.datetime
+        self, peers: Collection[SignedKeys], authority: Authorities, now: datetime.datetime
     ) -> SealedShares:
         """Share. Raises MessageError for too few peers and for keys that are not their device's."""
         given = {keys.device: keys for keys in peers}
@@ -222,7 +224,7 @@ class Collector:
     was."""
 
     session: Session
-    authority: x509.Certificate
+    authority: Authorities
     keys: dict[str, SignedKeys] = field(default_factory=dict)
     graph: dict[str, tuple[str, ...]] = field(default_factory=dict)
     shares: dict[str, SealedShares] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 ``messages`` encodes and decodes JSON; ``round_messages``, ``device_messages`` and ``secure_messages`` define the
 messages; ``topics`` are their MQTT topics. ``chunks`` cuts blobs and reassembles them, ``chain_message`` lists deltas.
-``signing`` signs manifests, ``program_statement`` is what is signed of a program, ``certificates`` and
+``signing`` signs manifests, ``succession`` is how devices follow to another key,
+``program_statement`` is what is signed of a program, ``certificates`` and
 ``enrolment_token`` identify devices, ``cohort`` selects who takes part in a round. Imports ``base`` only.
 """

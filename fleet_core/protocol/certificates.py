@@ -40,17 +40,25 @@ def new_key() -> PrivateKey:
 
 def save_key(path: Path, key: PrivateKey) -> None:
     """PEM, mode 0600. Raises StateError."""
-    storage.write_atomic(path, pem("PRIVATE KEY", private_text(key)), mode=0o600)
+    storage.write_atomic(path, key_pem(key), mode=0o600)
+
+
+def key_pem(key: PrivateKey) -> bytes:
+    return pem("PRIVATE KEY", private_text(key))
 
 
 def load_key(path: Path) -> PrivateKey:
     """Raises StateError when the file is absent or holds no P-256 key."""
-    data = storage.read_bytes(path, limit=MAX_FILE_BYTES)
+    return key_of(storage.read_bytes(path, limit=MAX_FILE_BYTES), str(path))
+
+
+def key_of(data: bytes, where: str) -> PrivateKey:
+    """Reads a key in PEM. ``where`` names its origin in errors. Raises StateError."""
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
-    return _p256(key, str(path))
+    return _p256(key, where)
 
 
 def private_of(text: str, where: str) -> PrivateKey:
@@ -151,6 +159,27 @@ def serial_of(certificate: x509.Certificate) -> str:
     return f"{certificate.serial_number:x}"
 
 
+def authority_id(certificate: x509.Certificate) -> str:
+    """Of an authority's key, 40 hex digits (RFC 5280, method 1)."""
+    return x509.SubjectKeyIdentifier.from_public_key(certificate.public_key()).digest.hex()
+
+
+def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (*MALFORMED, InvalidSignature):
+        return False
+    return True
+
+
+def all_in(data: bytes, where: str) -> list[x509.Certificate]:
+    """The certificates in a PEM file. Raises StateError."""
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except MALFORMED as error:
+        raise StateError("holds no certificate", where=where, expected="X.509") from error
+
+
 def renewal_to_sign(fleet: str, serial: str, request: bytes) -> bytes:
     """What the key of the present certificate signs to get the next: the request, bound to fleet and serial number."""
     return f"renew {fleet}/{serial}\n".encode() + request
@@ -176,12 +205,15 @@ def check_own(text: str, key: PublicKey, name: str, authority: x509.Certificate)
     return found
 
 
-def issued_to(text: str, name: str, authority: x509.Certificate, now: datetime.datetime) -> PublicKey:
-    """The public key of the certificate in ``text`` (DER in base64). Raises MessageError unless ``authority`` issued it
-    to ``name`` and it has not ended."""
+def issued_to(
+    text: str, name: str, authority: x509.Certificate | tuple[x509.Certificate, ...], now: datetime.datetime
+) -> PublicKey:
+    """The public key of the certificate in ``text`` (DER in base64). Raises MessageError unless ``authority``, or one
+    of several, issued it to ``name`` and it has not ended."""
     try:
         found = certificate_in(text, name)
-        found.verify_directly_issued_by(authority)
+        several = authority if isinstance(authority, tuple) else (authority,)
+        found.verify_directly_issued_by(next((one for one in several if is_issued_by(found, one)), several[0]))
         subject, public, until = name_of(found), found.public_key(), found.not_valid_after_utc
     except (*MALFORMED, StateError, MessageError, InvalidSignature) as error:
         raise MessageError("shows no certificate issued by the fleet's authority", where=name) from error

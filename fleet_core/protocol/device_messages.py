@@ -42,7 +42,8 @@ class Presence:
     whether it reads manifests under zstd. parts: whether it can train a part of a model; None: it does not say.
     engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
     board: what it is, for people; empty from agents that do not say. private: whether it follows ``PrivacyRules``.
-    secure: whether it follows ``SecureRules``: it knows them, and has a certificate.
+    secure: whether it follows ``SecureRules``: it knows them, and has a certificate. key: id of the newest key of the
+    fleet that it has; empty in a fleet that never had another. ca: id of the authority of its certificate, likewise.
     update: of programs that it fetches itself; None: it cannot.
     """
 
@@ -68,6 +69,8 @@ class Presence:
     private: bool = False
     secure: bool = False
     update: UpdateState | None = None
+    key: str = field(default="", metadata={"max_length": 16})
+    ca: str = field(default="", metadata={"max_length": 40})
 
 
 @dataclass(frozen=True)

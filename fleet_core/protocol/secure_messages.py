@@ -29,7 +29,7 @@ class SecureRules:
     session: random, new whenever the round is opened. threshold: t, the share of a device's holders whose shares give
     its secrets; above one half. least: devices of a sum, at least. neighbours: devices with which each has a mask; 0
     for all others. exponent: values are whole multiples of 2^exponent. bits: of a masked value. authority: certificate
-    of the fleet's authority, DER in base64.
+    of the fleet's authority, DER in base64. next_authority: of its successor, while devices change over to it.
     """
 
     session: str = field(metadata=SESSION)
@@ -39,6 +39,7 @@ class SecureRules:
     exponent: int = field(metadata={"min": -60, "max": 60})
     bits: int = field(metadata={"choices": (16, 32)})
     authority: str = field(metadata={"max_length": 8192})
+    next_authority: str = field(default="", metadata={"max_length": 8192})
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Only the aggregator has the private key; agents have the public key, so a compro
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -22,6 +23,11 @@ SIGNATURE_HEX = 128
 LOST_KEY = "restore the fleet's folder from a backup, or make a new fleet in an empty folder with 'metafleet init'"
 
 
+def write_secret(path: Path, data: bytes) -> None:
+    """A file with mode 0600. Raises StateError."""
+    storage.write_atomic(path, data, mode=0o600)
+
+
 class Signer:
     """Holds the private key. public: the public key that agents are given, 64 hex digits."""
 
@@ -33,27 +39,34 @@ class Signer:
         return f"ed25519:{key_id(self.public)}:{self._key.sign(body).hex()}\n".encode() + body
 
     @staticmethod
-    def create(path: Path) -> Signer:
-        """A new key at ``path``, mode 0600."""
+    def create(path: Path, write: Callable[[Path, bytes], None] = write_secret) -> Signer:
+        """A new key at ``path``. write: the file, with mode 0600."""
         raw = Ed25519PrivateKey.generate().private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
-        storage.write_atomic(path, raw.hex().encode() + b"\n", mode=0o600)
+        write(path, raw.hex().encode() + b"\n")
         return Signer(raw)
 
     @staticmethod
-    def load(path: Path) -> Signer:
-        """Raises StateError when the file cannot be read or holds no key."""
-        return Signer(_read_key(path))
+    def load(path: Path, read: Callable[[Path], bytes] | None = None) -> Signer:
+        """read: the file's content; None for a plain file. Raises StateError when the file cannot be read or holds no
+        key."""
+        return Signer(_read_key(path, read or _plain))
 
 
 def load_public(path: Path) -> str:
     """The public key in a file, 64 hex digits. Raises StateError when the file cannot be read or holds no key."""
-    return _read_key(path).hex()
+    return _read_key(path, _plain).hex()
 
 
-def _read_key(path: Path) -> bytes:
+def _plain(path: Path) -> bytes:
+    return storage.read_bytes(path, limit=MAX_FILE_BYTES)
+
+
+def _read_key(path: Path, read: Callable[[Path], bytes]) -> bytes:
     try:
-        key = bytes.fromhex(storage.read_bytes(path, limit=MAX_FILE_BYTES).decode().strip())
+        key = bytes.fromhex(read(path).decode().strip())
     except StateError as error:
+        if error.hint:
+            raise
         raise StateError(error.what, where=str(path), expected=EXPECTED, hint=LOST_KEY) from error.__cause__
     except ValueError:
         key = b""

@@ -2,6 +2,7 @@
 
     fl1/{fleet}/r/cur                        the current round, signed, retained
     fl1/{fleet}/r/program                    the program that devices are to fetch, signed, retained
+    fl1/{fleet}/r/keys                       successions of the fleet's key, retained
     fl1/{fleet}/b/{id}/{segment}/{k}         a chunk of a content-addressed blob, retained
     fl1/{fleet}/a/{device}/st                a device's presence, retained, with last will
     fl1/{fleet}/a/{device}/up/{round}/m      upload manifest; …/up/{round}/{k} a chunk of it
@@ -41,6 +42,10 @@ def current(fleet: str) -> str:
 
 def program(fleet: str) -> str:
     return f"{ROOT}/{fleet}/r/program"
+
+
+def keys(fleet: str) -> str:
+    return f"{ROOT}/{fleet}/r/keys"
 
 
 def chunk(fleet: str, blob_id: str, k: int) -> str:
@@ -130,6 +135,8 @@ def parse(fleet: str, topic: str) -> Address | None:
             return Address("cur")
         case ["r", "program"]:
             return Address("program")
+        case ["r", "keys"]:
+            return Address("keys")
         case ["srv"]:
             return Address("srv")
         case ["en", token, ("req" | "ans") as part] if NAME.fullmatch(token):

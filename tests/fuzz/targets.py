@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import re
 import tempfile
@@ -24,6 +25,7 @@ import numpy as np
 from cloud_server.identity import audit_log
 from cloud_server.records import tariff
 from cloud_server.records.fleet_settings import FleetConfig
+from edge_agent.device import fleet_keys
 from edge_agent.http import http_messages, inference_protocol
 from edge_agent.http.http_messages import Head, Refused, Request
 from edge_agent.http.tensors import Form
@@ -47,8 +49,10 @@ from fleet_core.protocol import (
     program_statement,
     round_messages,
     secure_messages,
+    succession,
     topics,
 )
+from fleet_core.protocol.signing import Signer
 from tests.support.simulation import toy_layout
 
 LIMIT_BYTES = 1 << 20
@@ -109,8 +113,8 @@ MESSAGES: tuple[type[Any], ...] = (
     round_messages.Manifest, round_messages.PerDevice, round_messages.UploadManifest, device_messages.Presence,
     device_messages.Report, device_messages.Down, device_messages.EnrolRequest, device_messages.EnrolAnswer,
     device_messages.ServerPresence, device_messages.Question, device_messages.Answer, secure_messages.SignedKeys,
-    secure_messages.SealedShares, secure_messages.Revealed, secure_messages.SecureStep,
-    program_statement.Announcement,
+    secure_messages.SealedShares, secure_messages.Revealed, secure_messages.SecureStep, succession.Succession,
+    succession.Announced, succession.Authorities, program_statement.Announcement,
 )
 
 
@@ -128,6 +132,22 @@ def _topic(data: bytes) -> object:
 
 def _ranges(data: bytes) -> object:
     return chunks.from_ranges(data.decode("utf-8", "replace"), 1 << 16)
+
+
+ROLLED = [Signer(bytes([n]) * 32) for n in range(3)]
+LINKS = [
+    old.sign(messages.encode(succession.Succession("fleet", n + 1, old.public, new.public, 1, 2))).decode()
+    for n, (old, new) in enumerate(itertools.pairwise(ROLLED))
+]
+
+
+def _links(data: bytes) -> object:
+    announced = messages.decode(succession.Announced, data)
+    return succession.Keyring(ROLLED[0].public, fleet="fleet").extended(announced.links)
+
+
+def _kept_links(path: Path) -> object:
+    return fleet_keys.ring_of(path.parent, ROLLED[0].public, "fleet")
 
 
 STATEMENT = program_statement.Statement(
@@ -282,6 +302,8 @@ TARGETS: dict[str, Target] = {
     "ranges": Target(_ranges, lambda: [b"1-3,7", b""]),
     "program-statement": Target(program_statement.parse, lambda: [STATEMENT.text()]),
     "program-manifest": Target(program_statement.parse_manifest, lambda: [f"{'0' * 64}  bin/edge-agent\n".encode()]),
+    "successions": Target(_links, lambda: [messages.encode(succession.Announced(tuple(LINKS)))]),
+    "fleet-keys": Target(_file(fleet_keys.FILE, _kept_links), lambda: [json.dumps({"links": LINKS}).encode()]),
     "safetensors": Target(lambda data: storage.unpack(data), _safetensors),
     "bundle": Target(graph_bundle.unpack, lambda: [graph_bundle.pack(_plain())]),
     "train-graph": Target(

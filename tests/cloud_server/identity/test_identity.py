@@ -25,8 +25,10 @@ from cloud_server.identity.certificate_authority import Authority
 from cloud_server.identity.token_enrolment import enrolment_url, issue_token, make_token
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device, Invitation
+from cloud_server.records import signing_keys
 from edge_agent.connection import enrolment
 from edge_agent.connection.broker_login import tls_files
+from edge_agent.device import fleet_keys
 from fleet_core.base.errors import ConfigError, MessageError, StateError
 from fleet_core.board.device_settings import Identity, Settings, settings_of
 from fleet_core.link.interface import Message
@@ -386,6 +388,22 @@ def test_a_token_makes_a_whole_device_and_is_erased(
     assert files["ca"].read_bytes() == (enroller.fleet.folder / "ca.pem").read_bytes()
     assert stat.S_IMODE(files["key"].stat().st_mode) == 0o600
     assert load_key_pair(files["cert"], files["key"])
+
+
+def test_a_token_brings_the_fleets_new_key_into_a_home_that_was_cut_off(
+    enroller: Enroller, correspondence: Correspondence, tmp_path: Path
+) -> None:
+    home, old = tmp_path / "home", enroller.fleet.public_key()
+    home.mkdir()
+    (home / "device.toml").write_text(f'[device]\nname = "d0"\nfleet = "t"\nkey = "{old}"\n[train]\nenabled = false\n')
+    fleet_keys.save(home, fleet_keys.Kept(issuer="a" * 40))
+    signing_keys.roll(enroller.fleet.folder, "t", 1e9, cut=True)
+    enrolment_token.save(home / enrolment_token.FILE, enroller.token("d0"))
+    enrolment.enroll(home, home / enrolment_token.FILE, limit_s=PATIENCE_S, log=enroller.lines.append)
+    settings = settings_of(home)
+    assert settings.device.key == enroller.fleet.public_key() != old
+    assert not settings.train.enabled
+    assert fleet_keys.kept(home).issuer == "", "its certificate is another one"
 
 
 def load_key_pair(cert: Path, key: Path) -> bool:

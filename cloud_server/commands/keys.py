@@ -1,0 +1,120 @@
+"""``metafleet server encrypt-keys``, ``roll-key``, ``roll-authority``: the passphrase of the fleet's keys,
+and other keys in their place."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cloud_server.devices.devices import FLEET, JSON, seconds_of
+from fleet_core.base import processes, terminal
+from fleet_core.base.errors import ConfigError
+
+
+def add_to(server_app: typer.Typer) -> None:
+    server_app.command("encrypt-keys")(encrypt_keys)
+    server_app.command("roll-key")(roll_key)
+    server_app.command("roll-authority")(roll_authority)
+
+
+def encrypt_keys(
+    fleet: FLEET,
+    change: Annotated[bool, typer.Option("--change", help="Take another passphrase.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Write the keys plain again.")] = False,
+) -> None:
+    """Give the fleet's keys a passphrase, which every command that signs then asks for."""
+    from cloud_server.identity import audit_log
+    from cloud_server.records import key_files
+    from cloud_server.records.fleet_folder import Fleet
+
+    if change and remove:
+        raise ConfigError("--change and --remove at once", expected="one of them")
+    made = Fleet.load(fleet)
+    with made.lock():  # an aggregator that runs has read them plain, or not
+        if change:
+            key_files.change(fleet)
+        elif remove:
+            key_files.decrypt(fleet)
+        else:
+            encrypt(fleet)
+    said = "another passphrase" if change else "keys plain" if remove else "keys encrypted"
+    audit_log.done(fleet, "encrypt keys", text=said)
+    print(said)
+    if not remove:
+        processes.say("whoever forgets the passphrase has lost the fleet; copies made before keep what they had")
+
+
+def encrypt(fleet: Path) -> None:
+    """Raises ConfigError, StateError."""
+    from cloud_server.records import key_files
+
+    key_files.encrypt(fleet)
+
+
+def roll_key(
+    fleet: FLEET,
+    overlap: Annotated[str, typer.Option(help="How long devices accept both keys: 24h, 30d.")] = "30d",
+    cut: Annotated[bool, typer.Option("--cut", help="The old key is in other hands: it counts no more, at once. "
+                                                    "Devices that are off now need a token.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Give the fleet another signing key, which devices follow to by themselves."""
+    from cloud_server.identity import audit_log
+    from cloud_server.records import signing_keys
+    from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.protocol.signing import key_id
+
+    made = Fleet.load(fleet)
+    known_s = seconds_of(overlap, "--overlap")
+    new = signing_keys.roll(fleet, made.config.fleet.name, time.time(), overlap_s=known_s, cut=cut)
+    audit_log.done(fleet, "roll key", text=f"{key_id(new.old)} to {key_id(new.new)}{', cut' if cut else ''}")
+    running = made.running()
+    if as_json:
+        return terminal.show({"number": new.number, "old": key_id(new.old), "new": key_id(new.new), "until": new.until,
+                              "cut": cut, "aggregator": "on" if running else "off"})
+    when = "now" if running else "when the aggregator runs"
+    print(f"key {key_id(new.new)} follows {key_id(new.old)}: devices are told {when}")
+    until = terminal.date(new.until)
+    processes.say(f"devices that are on follow until {until}; all others, and unused tokens, are cut off" if cut else
+                  f"devices accept both keys until {until}; who followed: metafleet server status")
+    processes.say("make a backup: one from before cannot speak to devices that have followed")
+
+
+def roll_authority(
+    fleet: FLEET,
+    finish: Annotated[bool, typer.Option("--finish", help="Drop the old authority now; devices and tokens that still "
+                                                          "need it are cut off.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Give the fleet another authority; devices renew onto it, then the old one is dropped."""
+    from cloud_server.identity import announce_keys, audit_log, authorities, fleet_certificates
+    from cloud_server.ledger.ledger import Ledger
+    from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.protocol import certificates
+
+    made = Fleet.load(fleet)
+    if finish:
+        with Ledger(made.ledger_path, create=False) as ledger:
+            left = announce_keys.needed(made, ledger)
+        authorities.finish(fleet)
+        audit_log.done(fleet, "drop authority", text=f"cut off: {', '.join(left)}" if left else "")
+    else:
+        new = authorities.begin(fleet, made.config.fleet.name)
+        with Ledger(made.ledger_path, create=False) as ledger:
+            left = announce_keys.needed(made, ledger)
+        audit_log.done(fleet, "roll authority", text=certificates.authority_id(new.certificate))
+    running, setup = made.running(), fleet_certificates.saved_setup(fleet)
+    if not running and setup is not None:
+        with Ledger(made.ledger_path, create=False) as ledger:
+            fleet_certificates.configure(made, ledger, setup)
+    if as_json:
+        return terminal.show({"finished": finish, "need_old": left, "aggregator": "on" if running else "off"})
+    when = "now" if running else "when the aggregator runs"
+    if finish:
+        print(f"the old authority is dropped {when}")
+        return processes.say(f"these need a new token: {', '.join(left)}" if left else "nobody needed it")
+    print(f"devices renew onto another authority {when}: {len(left)} need the old one")
+    processes.say("it is dropped when none does; who still does: metafleet server status. Make a backup then")
