@@ -122,7 +122,9 @@ def run(given: Namespace) -> None:
     unused = enrolment_token.token_in(given.home, given.token)
     if unused is not None:
         from edge_agent.connection import enrolment  # slow to import, and seldom needed
+        from edge_agent.device import fleet_keys
 
+        fleet_keys.forget_issuer(given.home)
         enrolment.enroll(given.home, unused, limit_s=given.connect_s, log=processes.say)
     options = [*(["--plain"] if given.plain else []), *([] if given.broker is None else [given.broker])]
     processes.exec_module("edge_agent.commands.run", "--home", str(given.home), str(given.connect_s), *options)
@@ -130,7 +132,9 @@ def run(given: Namespace) -> None:
 
 def enroll(given: Namespace) -> None:
     from edge_agent.connection import enrolment
+    from edge_agent.device import fleet_keys
 
+    fleet_keys.forget_issuer(given.home)
     enrolment.enroll(given.home, given.token, limit_s=given.connect_s, log=processes.say)
 
 

@@ -11,11 +11,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edge_agent.device import fleet_keys
 from fleet_core.base import config, storage
 from fleet_core.base.errors import ConfigError, LinkError, MessageError, StateError
 from fleet_core.link.interface import Connected, Denied, Disconnected, Event, Message
@@ -55,9 +53,6 @@ def enroll(
         text = token.broker_authority or token.authority
         storage.write_atomic(home / "ca.pem", certificates.pem("CERTIFICATE", text))
     tables["tls"]["renew_after"] = certificates.renew_after(certificates.load_certificate(home / f"{name}.pem"))
-    kept = fleet_keys.kept(home)
-    if kept.issuer:  # of the certificate before
-        fleet_keys.save(home, replace(kept, issuer=""))
     storage.write_atomic(home / "device.toml", config.toml(tables).encode())  # completes the enrolment
     _erase_token(home, name, path, log)
     log(f"enrolled as {token.device} of fleet {token.fleet}")

@@ -50,6 +50,13 @@ def save(folder: Path, what: Kept) -> None:
     storage.write_atomic(folder / FILE, json.dumps(schema.plain(what)).encode() + b"\n", mode=0o600)
 
 
+def forget_issuer(folder: Path) -> None:
+    """The device gets another certificate; the next announcement says of which authority it is. Raises StateError."""
+    before = kept(folder)
+    if before.issuer:
+        save(folder, replace(before, issuer=""))
+
+
 def ring_of(folder: Path, key: str, fleet: str | None = None, now: Callable[[], float] = time.time) -> Keyring:
     """The keys that count here. key: of device.toml. Raises ConfigError, StateError."""
     try:

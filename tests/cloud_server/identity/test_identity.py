@@ -399,6 +399,7 @@ def test_a_token_brings_the_fleets_new_key_into_a_home_that_was_cut_off(
     fleet_keys.save(home, fleet_keys.Kept(issuer="a" * 40))
     signing_keys.roll(enroller.fleet.folder, "t", 1e9, cut=True)
     enrolment_token.save(home / enrolment_token.FILE, enroller.token("d0"))
+    fleet_keys.forget_issuer(home)
     enrolment.enroll(home, home / enrolment_token.FILE, limit_s=PATIENCE_S, log=enroller.lines.append)
     settings = settings_of(home)
     assert settings.device.key == enroller.fleet.public_key() != old
