@@ -42,9 +42,12 @@ class LeftMessages:
         self._absent: set[str] = set()
 
     def retained(self, topic: str) -> bool:
-        """Clears a retained message of a device, unless it is its presence. Returns whether it was cleared."""
+        """Clears a retained message of a device, unless it is the presence of one that belongs to the fleet. Returns
+        whether it was cleared and is not to be used; a presence is used, so that a revoked device is told."""
         device, kind = topics.sender(self._fleet, topic)
-        if not device or (kind == "st" and not self._revoked(device)):
+        if device and kind == "st" and self._revoked(device):
+            self._clear(topic)
+        if not device or kind == "st":
             return False
         if device not in self._named:
             self._named.add(device)

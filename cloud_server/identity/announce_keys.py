@@ -59,6 +59,7 @@ class AnnouncedKeys:
         self._look_at = self._count_at = clock()
         self._stamps = self._stamped()
         self._trusted = self._authority_ids()
+        self._told = json.loads(ledger.fact(FACT) or "{}")
         self._published: bytes | None = None
         self._signed = ("", "", "")
 
@@ -78,8 +79,9 @@ class AnnouncedKeys:
         if self._clock() >= self._count_at:
             self._count_at = self._clock() + COUNT_S
             self._end_what_all_followed()
-        self._look_at_authorities()
         stamps, before = self._stamped(), self._signer.public
+        if stamps != self._stamps:
+            self._look_at_authorities()
         if stamps != self._stamps or self._due():
             self._signer = signing_keys.signer(self._fleet.folder, self._now())
             self._stamps = self._stamped()
@@ -130,12 +132,13 @@ class AnnouncedKeys:
     def _authorities(self) -> str:
         """Signed; empty in a fleet that never had another authority. The number rises even after a backup was restored.
         """
-        known = json.loads(self._ledger.fact(FACT) or "{}")
+        known = self._told
         if not known and len(self._trusted) < 2:
             return ""
         if known.get("ids") != self._trusted:
             known = {"number": max(int(known.get("number", 0)) + 1, int(self._now() * 1000)), "ids": self._trusted}
             self._ledger.set_facts(**{FACT: json.dumps(known)})
+            self._told = known
         wanted = (str(known), self._signer.public)
         if self._signed[:2] != wanted:
             texts = tuple(map(certificates.certificate_text, authorities.trusted(self._fleet.folder)))
