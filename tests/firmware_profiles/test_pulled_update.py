@@ -147,6 +147,7 @@ def test_a_request_that_is_no_two_numbers_is_dropped(device: FakeRoot, tmp_path:
     assert device.runs == "1.0-aaa"
 
 
+@pytest.mark.slow
 def test_killed_at_any_command_it_leaves_a_version_that_runs_and_the_next_try_succeeds(
     device: FakeRoot, tmp_path: Path
 ) -> None:

@@ -248,6 +248,7 @@ def an_agent(home: Path, said: list[str]) -> Agent:
     return agent
 
 
+@pytest.mark.slow
 @NEEDS_MOSQUITTO
 def test_rounds_go_on_over_mosquitto_across_both_roll_overs_and_a_device_that_was_off_follows(tmp_path: Path) -> None:
     made = world(tmp_path, config_text(rounds=5000, devices=2)).fleet
