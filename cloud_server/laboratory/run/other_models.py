@@ -14,6 +14,7 @@ from typing import Any
 
 from cloud_server.laboratory.plan.experiment import LATEST, RUNNING, SERVER
 from cloud_server.laboratory.run.run_folder import OTHER_MODELS, Clients
+from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Method, ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
@@ -53,9 +54,8 @@ class OtherModels:
                 self._latest.save(update.device, number, {MODEL: moved})
                 self._written.add(update.device)
         if RUNNING in self._wanted and total is not None:
-            before, share = self._running_mean(number - 1), min(1.0, count / len(self._names))
-            mean = trees.scale(total, 1 / count)
-            after = trees.apply(lambda old, new: old + (new - old) * share, before, mean)
+            before, mean = self._running_mean(number - 1), trees.scale(total, 1 / count)
+            after = aggregation.running_mean(before, mean, count, len(self._names))
             self._running.save(RUNNING, number, {MODEL: after})
 
     def saved(self, number: int) -> None:
