@@ -40,7 +40,7 @@ class Publisher:
         self._stale = self._read_kept()
         self._manifest: bytes | None = None
         self._queue: deque[tuple[str, bytes, str]] = deque()  # topic, payload, id of the blob that this clears
-        self._awaited: dict[str, bytes] = {}  # topic -> payload: subscribed to, and not come back yet
+        self._awaited: dict[str, bytes] = {}  # topic -> payload: subscribed to, but not received yet
         self._awaited_since = self._sent_at = 0.0
         self._republished_at = -math.inf
         self._verifying = self._verified = False
@@ -67,7 +67,7 @@ class Publisher:
     # After a reconnect ------------------------------------------------------------------------------------------------
 
     def reconnected(self) -> None:
-        """Finds out which retained messages the broker lost; nothing is sent until that is known."""
+        """Finds out which retained messages the broker has lost, and sends nothing until that is known."""
         self._link.unsubscribe(*self._awaited)
         self._queue.clear()
         self._verifying, self._verified = False, False
@@ -139,7 +139,7 @@ class Publisher:
             self._clear_stale()
 
     def _ends(self, blob: Blob, data: bytes) -> list[tuple[str, bytes]]:
-        """(topic, payload) of the first chunk, which has the full size, and of the last one, which was sent last."""
+        """(topic, payload) of the first chunk, which has the full size, and of the last one sent."""
         last = blob.n - 1
         parts = ((0, data[: blob.chunk]), (last, data[last * blob.chunk :]))
         return [(topics.chunk(self._fleet, blob.id, k), part) for k, part in parts]
@@ -182,8 +182,8 @@ class Publisher:
         storage.write_atomic(self._kept_path, json.dumps({**self._stale, **published}).encode())
 
     def _read_kept(self) -> dict[str, int]:
-        """The blobs of an earlier run; empty if the file is missing or damaged, which only wastes the broker's
-        memory."""
+        """The blobs of an earlier run. Empty if the file is missing or damaged: then old chunks only stay at the
+        broker."""
         if not self._kept_path.exists():
             return {}
         data = storage.read_bytes(self._kept_path, limit=MAX_KEPT_BYTES)

@@ -1,4 +1,4 @@
-"""The aggregator's messages besides rounds: its presence, and answers to devices."""
+"""Sends the aggregator's presence, and messages to single devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fleet_core.protocol.signing import Signer
 
 
 class ServerMessages:
-    """Messages to devices use QoS 0, because devices ask again for a lost one. The first one, ``heard``, uses QoS 1, so
-    that an MQTT 5 broker reports if it denies them. boot: identifies this start of the aggregator."""
+    """Messages to devices use QoS 0, because a device asks again if one is lost. ``heard``, the first message to a
+    device, uses QoS 1, so that an MQTT 5 broker reports it if it denies them. boot: id of this start of the aggregator.
+    """
 
     def __init__(self, fleet: str, link: Link, signer: Signer, boot: str, log: Callable[[str], None]):
         self._fleet, self._link, self._signer, self._boot, self._log = fleet, link, signer, boot, log
@@ -29,7 +30,7 @@ class ServerMessages:
         self._send(topics.down(self._fleet, device), messages.encode(message), qos=qos)
 
     def attest(self, device: str, message: Down) -> None:
-        """Sends a signed message: a device commits or discards state, or ends, only for one of these."""
+        """Sends a signed message: only on a signed message does a device commit or discard state, or end."""
         qos = 1 if message.t == "revoked" else 0
         data = messages.encode(message, packed=message.secure is not None)
         self._send(topics.down(self._fleet, device), self._signer.sign(data), qos=qos)

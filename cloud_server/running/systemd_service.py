@@ -1,4 +1,4 @@
-"""``metafleet server install``: the aggregator of a fleet as a systemd service."""
+"""``metafleet server install``: installs the aggregator of a fleet as a systemd service."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WantedBy={target}
 
 @dataclass(frozen=True)
 class Service:
-    """A service of a fleet. path: of its unit file. user: whether it is of the calling user alone, not the system's."""
+    """A fleet's service. path, text: its unit file. user: it is a service of the calling user, not of the system."""
 
     path: Path
     text: str
@@ -58,9 +58,9 @@ class Service:
 
 def service_of(fleet: Fleet, options: Sequence[str], *, user: bool, home: Path | None = None) -> Service:
     """The service that runs ``metafleet server start`` with these options. A system service runs as the owner of the
-    fleet's folder. home: of the calling user.
+    fleet's folder. home: the calling user's home folder.
 
-    Raises ConfigError if that owner is root, or a path cannot stand in a unit file."""
+    Raises ConfigError if that owner is root, or a path cannot be written in a unit file."""
     folder = fleet.folder.resolve()
     command = processes.command("cloud_server.commands.cli", "server", "start", str(folder), "--quiet", *options)
     for word in (*command, str(folder)):

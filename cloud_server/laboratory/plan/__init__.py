@@ -1,5 +1,6 @@
-"""Decisions made before a simulated experiment runs.
+"""Decides what a simulated experiment runs, and predicts its costs.
 
-``experiment`` reads the TOML file, ``workload`` divides the samples over devices, ``frozen_arrays`` says what each
-round trains, ``model_downloads`` what devices fetch. ``planned_costs`` plans bytes, operations and joules.
+``experiment`` reads the TOML file, ``workload`` divides the samples over devices, ``frozen_arrays`` determines which
+arrays a round trains, ``model_downloads`` counts the bytes that devices fetch. ``planned_costs`` predicts bytes,
+operations and joules.
 """

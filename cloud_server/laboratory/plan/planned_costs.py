@@ -1,8 +1,8 @@
 """The predicted cost of a run: payload bytes, overhead of the chunks, operations, joules, computing time.
 
-Sizes are those of encoded arrays of the layout with normally distributed values, since a codec's output depends on the
-values. Every device that is asked is taken to deliver, and the devices of a fleet to have samples for whole batches, so
-that their operations are an upper limit. What is not planned: manifests, reports, presence and repeats.
+Sizes are measured by encoding arrays of the layout with normally distributed values, since a codec's output depends on
+the values. It is assumed that every device that is asked delivers, and that a fleet's devices have samples for whole
+batches, so that operations are an upper limit. Manifests, reports, presence and repeated messages are not planned.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from fleet_core.power.radio import radio_of
 from fleet_core.protocol import topics
 
 EXAMPLE_NAME, EXAMPLE_ID = "device-1", "0" * 32
-UNLIKE = 32  # bytes by which two examples differ
-PER_CLASS = 64  # samples of each class that a device is taken to have
+UNLIKE = 32  # random bytes at the start of an example, so that no two are equal
+PER_CLASS = 64  # assumed samples of each class on a device
 PACKET_BYTES = 1 + 3 + 2 + 2 + 1  # PUBLISH at QoS 1 in MQTT 5: type, length, topic's length, identifier, properties
 ACKNOWLEDGED_BYTES = 4  # PUBACK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A run to plan. layout: of the model. devices: that train. newcomers: that are only served. cohort: 0 for all.
-    serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet. first: the first
-    weights, None for any. seed: of the fleet. Codecs may be ``none``, as in experiments. labels: of the devices'
-    training samples; empty for ``PER_CLASS`` of each class. moving: the arrays that rounds train. schedule: whether
-    more of them may rest. ``auto`` is planned as the dearest codec that it may choose, a schedule as if none rested."""
+    """A run to plan. layout: the model's layout. devices: number of devices that train. newcomers: number of devices
+    that only get served models. cohort: 0 for all. codec_up, codec_down: also ``none``, as in experiments; ``auto`` is
+    planned as the dearest codec that it may choose. serve_every: 0 if no model is served. graph_bytes: size of the
+    graph bundle, None if it is not made yet. first: the first weights, None for random ones. seed: the fleet's seed.
+    labels: labels of each device's training samples; empty for ``PER_CLASS`` of each class. moving: the arrays that
+    rounds train. schedule: whether a schedule may freeze more of them; it is planned as if it froze none."""
 
     label: str
     method: Method
@@ -71,9 +72,9 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: that the devices
-    compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec and for a
-    schedule, None without them; payload_bytes is an upper limit then. absent: figure -> why it is not planned."""
+    """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: computing time on
+    the board, with devices in parallel. joules: of all devices together. auto: what is assumed for the codec ``auto``
+    and a schedule, or None; if given, payload_bytes is an upper limit. absent: figure -> why it is not planned."""
 
     label: str
     rounds: int
@@ -91,7 +92,7 @@ class Planned:
 
 
 def planned(asked: Asked, board: Profile | None) -> Planned:
-    """The costs of a run. board: for seconds and joules."""
+    """The costs of a run. board: gives seconds and joules; None leaves them out."""
     auto = _auto(asked)
     asked = _in_place_of_auto(asked, 0)
     sizes = _Sizes(asked)
@@ -117,14 +118,15 @@ def planned(asked: Asked, board: Profile | None) -> Planned:
 
 
 def _in_place_of_auto(asked: Asked, place: int) -> Asked:
-    """place: of the codec among those to choose from, the dearest first."""
+    """The run with a fixed codec for each ``auto``. place: index of the codec among those that ``auto`` may choose, the
+    dearest first."""
     keeps = asked.method.client.keeps
     return replace(asked, codec_up=choose_codec.possible("up", asked.codec_up, keeps)[place],
                    codec_down=choose_codec.possible("down", asked.codec_down, keeps)[place])
 
 
 def _auto(asked: Asked) -> str | None:
-    """What is assumed for ``auto``, and the lower limit."""
+    """A sentence on what is assumed for ``auto``, with the lower limit; None if nothing is assumed."""
     resting = "freeze = auto is planned as if no array came to rest, an upper limit" if asked.schedule else None
     if choose_codec.AUTO not in (asked.codec_up, asked.codec_down):
         return resting
@@ -141,7 +143,7 @@ def _sum(kinds: Mapping[str, Bytes]) -> Bytes:
 
 
 Transfers = list[tuple[float, int]]
-"""(how many, bytes of each)."""
+"""(number of transfers, bytes of each)."""
 
 
 class _Sizes:
@@ -172,7 +174,7 @@ class _Sizes:
         return found
 
     def _models(self) -> Transfers:
-        """The training models, and what devices alone receive. A model without arrays is fetched once."""
+        """The training models, and the models for single devices. A model without arrays is fetched once."""
         asked, groups, cohort = self._asked, self._method.down, self.cohort
         own: Transfers = []
         if self._method.per_device:
@@ -192,9 +194,9 @@ class _Sizes:
         return [*((count, size) for size, count in sent.items()), *own]
 
     def _part_models(self) -> Transfers:
-        """Where some arrays are frozen: round 1 sends the model whole, later rounds a delta, and the values of what
-        moves to a device that was not asked in the round before: on average a share 1 - cohort/devices of those that
-        are asked. One that never had a model gets it whole."""
+        """The training models if some arrays are frozen: round 1 sends the whole model, later rounds a delta. A device
+        that was not asked in the round before gets the values of the moving arrays, on average a share
+        1 - cohort/devices of the asked devices. A device that never had a model gets the whole."""
         asked, groups, cohort = self._asked, self._method.down, self.cohort
         later, absent = asked.rounds - 1, 1 - cohort / asked.devices
         lacking = 0.0 if asked.codec_down == PLAIN else later * cohort * absent
@@ -210,9 +212,8 @@ class _Sizes:
 
     @cached_property
     def _chains(self) -> list[tuple[int, DeltaChain, list[tuple[float, str]]]]:
-        """(number of rounds like this one, its chain as announced, shares of the devices that it asks with the model
-        that each share holds). A share p = cohort/devices was asked in the round before, (1 - p) p in the one before
-        that, and so on."""
+        """(number of rounds like this one, the chain that it announces, [(share of the asked devices, model that they
+        hold)]). A share p = cohort/devices was asked in the previous round, (1 - p) p in the one before that, etc."""
         asked, p, chunk = self._asked, self.cohort / self._asked.devices, LinkSection().chunk_bytes
         size, whole = (self._size(codec, self._method.down) for codec in (asked.codec_down, "fp32"))
         newest, links, models = self._delta(1, None, self._first()), tuple[Delta, ...](), list[str]()
@@ -232,8 +233,8 @@ class _Sizes:
         return found
 
     def _named(self, chain: DeltaChain, holders: list[tuple[float, str]]) -> DeltaChain:
-        """The chain as it is announced: without links where they save less than their name in all manifests costs, if
-        some device needs the whole model beside them."""
+        """The chain as it is announced. Earlier links are left out if they save fewer bytes than naming them in all
+        manifests costs, in case some device needs the whole model too."""
         lacking = [(share, Holder(held, chains=True)) for share, held in holders if held != chain.newest.base]
         saved = self.cohort * sum(share * (chain.whole - sum(chain.fetched({one.base}))) for share, one in lacking)
         both = 1 - (1 - sum(share for share, one in lacking if not chain.suits(one))) ** self.cohort
@@ -241,20 +242,20 @@ class _Sizes:
         return chain if named else replace(chain, earlier=())
 
     def _passing(self, number: int) -> float:
-        """Devices that come by the training model of a round on the chain to the next one."""
+        """How many devices fetch the training model of this round on their way to that of the next round."""
         if number >= self._asked.rounds:
             return 0.0
         _, chain, holders = self._chains[min(number, len(self._chains) - 1)]
         return self.cohort * sum(share for share, held in holders if chain.follows({held}))
 
     def _delta(self, number: int, base: str | None, size: int) -> Delta:
-        """Of ``size`` bytes that no other one has."""
+        """An example of ``size`` bytes that differs from all others."""
         data = self._rng.bytes(min(size, UNLIKE)).ljust(size, b"\0")
         return Delta(number, self._rng.bytes(16).hex(), self._asked.codec_down, base, data)
 
     def _served(self, times: int) -> Transfers:
-        """Every served model as ``broadcast.served_model`` publishes it: of the ways that there are, the one with the
-        fewest bytes. Each is taken to be new, and the codec to be fine enough."""
+        """Every served model, published as ``broadcast.served_model`` does: in the possible way that takes the fewest
+        bytes. It is assumed that each model differs from the last one and that the codec is fine enough."""
         asked, method, cohort = self._asked, self._method, self.cohort
         everyone = asked.devices + asked.newcomers
         delta, part = (self._size(codec, method.shared, self._part) for codec in (asked.codec_down, "fp32"))
@@ -265,7 +266,7 @@ class _Sizes:
             share = asked_next(asked.cohort, asked.devices, number == times - 1)
             whole = part if number else first
             ways: list[Transfers] = [[(everyone, whole)]]
-            if same:  # the next training model; a delta for the others only where it has no other groups
+            if same:  # it is the next training model; others fetch a delta only if that has no other groups
                 free = share * asked.devices
                 fetch = (1 - share) * cohort if method.down == method.shared else 0.0
                 ways.append([(fetch, delta), (everyone - free - fetch, whole)])
@@ -287,7 +288,7 @@ class _Sizes:
         return len(payloads.encode_whole(groups, self._asked.seed, self._wire.others(self._method.down))[1])
 
     def _size(self, codec: str, groups: tuple[str, ...], layout: Layout | None = None) -> int:
-        """Bytes of these groups, encoded. layout: default whole."""
+        """Bytes of these groups, encoded. layout: None for all arrays."""
         if codec == PLAIN:
             return 4 * (layout or self._wire).parameters(groups)
         return len(payloads.encode(codec, self._params(groups, layout)))
@@ -299,7 +300,7 @@ class _Sizes:
         }
 
     def chunk_overhead(self) -> Bytes:
-        """MQTT bytes of all chunks beyond their payload, an acknowledgement counted in the other direction."""
+        """MQTT bytes of all chunks besides their payload. An acknowledgement counts in the opposite direction."""
         topic_up = topics.upload(self._asked.fleet, EXAMPLE_NAME, self._asked.rounds, 0)
         topic_down = topics.chunk(self._asked.fleet, EXAMPLE_ID, 0)
         up, down = (sum(n * math.ceil(size / self._asked.chunk_bytes) for ways in self.transfers().values()
@@ -331,7 +332,7 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
 
 
 def _joules(board: Profile, flops: float | None, payload: Bytes, absent: dict[str, str]) -> float | None:
-    """Of computing and sending, without idle. A board without a radio constant of its own sends by Wi-Fi."""
+    """Joules of computing and sending, without idle time. A board without a radio constant is assumed to use Wi-Fi."""
     model, sender = BoardModel(board), radio_of("wifi", board)
     compute = None if flops is None else model.compute_j(flops)
     radio = sender.joules(payload.up, payload.down)
@@ -343,7 +344,7 @@ def _joules(board: Profile, flops: float | None, payload: Bytes, absent: dict[st
 
 
 def _seconds(board: Profile, flops: float | None, absent: dict[str, str]) -> float | None:
-    """flops: of one device in all rounds."""
+    """Computing time. flops: operations of one device in all rounds."""
     speed = board.compute.effective_flop_per_s if board.compute.source else None
     if flops is None or not speed:
         absent["seconds"] = absent["flops"] if flops is None else "no cited effective FLOP/s"
