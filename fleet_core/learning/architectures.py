@@ -8,7 +8,7 @@
 | lenet-lim | conv2×2-16, maxpool2, conv2×2-32, maxpool2, fc 120, fc 84 | Lim et al. 2024, §4.1 |
 | cnn-leaf | conv5×5-32, maxpool2, conv5×5-64, maxpool2, fc 2048, padded | Chen et al. 2018, A.1; LEAF |
 | conv4 | four times conv3×3-64, GroupNorm, ReLU, maxpool2 | Snell et al., NeurIPS 2017; Vinyals et al. 2016 |
-| cnn1d | strided convolutions with GroupNorm on series, flattened | of this project, for aligned windows |
+| cnn1d | strided convolutions with GroupNorm on series, flattened | this project, for aligned windows |
 | ds-cnn | a convolution, three depthwise-separable ones, pooled over all positions | after Zhang et al. 2017 |
 | char-lstm | characters 8 wide, two LSTM layers of 256, the last state | Chen et al. 2018, A.1; LEAF |
 

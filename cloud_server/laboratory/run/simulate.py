@@ -1,7 +1,7 @@
 """Runs all runs of an experiment on all cores; each run writes a ``result.json``.
 
 Runs are processes that work in parallel. With fewer runs than cores, the devices of a run are spread over processes
-too. The results do not depend on either. """
+too. The results depend on neither."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RunTask:
-    """One run to do in ``folder``; it can be sent to another process. processes: how many work on its devices."""
+    """One run, to be done in ``folder``; it can be sent to another process. processes: how many work on its devices."""
 
     experiment: Experiment
     run: Run

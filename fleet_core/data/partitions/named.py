@@ -17,7 +17,7 @@ from fleet_core.data.samples import Samples
 
 @dataclass(frozen=True)
 class Partition:
-    """options: the class of its options. make: (options, source, generator) -> shares. source: the paper."""
+    """source: the paper. options: the class of its options. make: (options, source, generator) -> shares."""
 
     name: str
     title: str
