@@ -59,7 +59,7 @@ def partition(
     """The shares of all devices, a function of the arguments.
 
     Args:
-        options: of the class ``PARTITIONS[name].options``.
+        options: an object of the class ``PARTITIONS[name].options``.
         train: all samples, or only the training samples if ``test`` has the test samples.
         without: classes that no device gets.
 
