@@ -111,8 +111,8 @@ def from_samples(
 ) -> Personalization:
     """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples.
 
-    cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: of the
-    threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
+    cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: sets
+    the threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
     Raises StateError, DataError, BundleError, CodecError.
     """
     encoder = open_encoder(graph, weights, int8)

@@ -205,8 +205,8 @@ class LeafCnn(TwoConvolutions):
 class Conv4(nn.Module):
     """The few-shot network of Vinyals et al. and Snell et al. on images [C, H, W], with GroupNorm instead of BatchNorm.
 
-    groups: of GroupNorm, by default one of all channels. Convolutions are padded by 1; pools ignore incomplete windows.
-    Embedding: the last block flattened, ``channels`` wide at 28×28 and four times that at 32×32.
+    groups: number of groups of GroupNorm, by default one of all channels. Convolutions are padded by 1; pools ignore
+    incomplete windows. Embedding: the last block flattened, ``channels`` wide at 28×28 and four times that at 32×32.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: int = 64, groups: int = 1) -> None:

@@ -208,7 +208,7 @@ def load(path: Path, settings: Sequence[str] = ()) -> Experiment:
 def read(
     data: Mapping[str, Any], text: str = "", where: str = "experiment", settings: Sequence[str] = ()
 ) -> Experiment:
-    """An experiment from plain values. text, where, settings: to locate mistakes in error messages."""
+    """An experiment from plain values. text, where, settings: used to locate mistakes in error messages."""
     found, problems = schema.read(Experiment, data)
     problems = [replace(one, hint="path") if one.key in FILE_KEYS else one for one in problems]
     if found is not None:
