@@ -251,7 +251,7 @@ def _check_alerts(settings: FleetConfig, path: Path) -> None:
         return
     parts = urlsplit(url)
     if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname))):
-        raise ConfigError("is no address for alerts", where=f"{path}: alerts.webhook",
+        raise ConfigError("is not an address for alerts", where=f"{path}: alerts.webhook",
                           expected="https://…, or http:// on this machine")
 
 

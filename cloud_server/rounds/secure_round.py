@@ -161,7 +161,8 @@ class SecureRounds:
             return "" if not session else "a masked update, expected one that is not"
         if session != collector.session.rules.session:
             return "masked for another sum" if session else "an update that is not masked"
-        return "" if collector.phase == "masked" and device in collector.senders else "the sum is of other devices"
+        expected = collector.phase == "masked" and device in collector.senders
+        return "" if expected else "this device is not in the sum, or too late for it"
 
     def check_size(self, opened: OpenRound, data: bytes) -> None:
         """Raises MessageError for a masked update of the wrong size."""

@@ -210,7 +210,7 @@ class UpdateReceiver:
         claims = {"samples": (manifest.samples, MOST_SAMPLES), "loss": (loss, LARGEST_LOSS)}
         wrong += [f"{name} {value:g}, expected at most {most:g}" for name, (value, most) in claims.items()
                   if not abs(value) <= most]
-        if type(self._method.server).left is not ServerRule.left:  # a lost state starts every device's dual again
+        if type(self._method.server).left is not ServerRule.left:  # then a lost state resets the duals of all devices
             wrong += filter(None, [self._members.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)
 

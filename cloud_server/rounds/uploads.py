@@ -18,7 +18,7 @@ from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
 
 PER_DEVICE = 8
-IN_ALL = 100  # 6 MB, which the sockets between broker and aggregator can hold; brokers drop QoS 0 when they are full
+IN_ALL = 100  # 6 MB, which the sockets from broker to aggregator hold; a broker drops QoS 0 when these are full
 RESERVED_BYTES = 16 << 20
 SILENCE_S = 4.0
 TICK_S = 0.25
@@ -49,8 +49,8 @@ class Uploads:
         self._grant, self._clock, self._limit = grant, clock, limit
         self.wrong_chunks: dict[str, int] = {}
         self._uploads: dict[str, _Upload] = {}
-        self._waiting: dict[str, None] = {}  # for credit, in order
-        self._outside: dict[str, None] = {}  # for memory, in order
+        self._waiting: dict[str, None] = {}  # devices that wait for credit, in order
+        self._outside: dict[str, None] = {}  # devices that wait for memory, in order
         self._credit = IN_ALL
         self._held_bytes = 0
         self._ticked = clock()

@@ -18,7 +18,7 @@ DENIED = (
     "what a device sends does not arrive: the broker may deny it, or take it for too large "
     "(its ACL; message_size_limit or max_packet_size against link.chunk_bytes)"
 )
-STAYS_AWAY = "a device that does not come back is let go with: metafleet devices revoke FLEET NAME"
+STAYS_AWAY = "to go on without a device that does not come back: metafleet devices revoke FLEET NAME"
 
 
 class FirstWait:
@@ -93,7 +93,7 @@ class Waiting:
     ):
         self._members, self._rounds, self._deadline_s = members, rounds, deadline_s
         self._clock, self._log = clock, log
-        self._grants: dict[str, int] = {}  # since the last chunk, of the devices that offered
+        self._grants: dict[str, int] = {}  # device with an offer -> grants since its last chunk
         self._ask_again = False
 
     def begin(self) -> None:

@@ -74,7 +74,7 @@ class Aggregator:
         self.coordinator = self._begin()
         self.held_up = ""
         self.keep_room()
-        self._log("the disk takes writes again: going on with what is on it")
+        self._log("the disk takes writes again: the aggregator continues from its files")
 
     def _hold_up(self, error: Exception) -> None:
         """Ends the coordinator. Says why once, in the log and, if it can be written, in the ledger for ``server

@@ -77,7 +77,7 @@ def service_of(fleet: Fleet, options: Sequence[str], *, user: bool, home: Path |
 def _owner(folder: Path) -> str:
     uid = folder.stat().st_uid
     if uid == 0:
-        raise ConfigError("belongs to root, as whom an aggregator should not run", where=str(folder),
+        raise ConfigError("belongs to root, and an aggregator should not run as root", where=str(folder),
                           hint=f"sudo useradd --system metafleet; sudo chown -R metafleet {typed(folder)}")
     try:
         return pwd.getpwuid(uid).pw_name

@@ -112,11 +112,11 @@ def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
         if own_classes and (label in known or (new and re.fullmatch(LABEL, label))):
             continue
         near = schema.suggest(label, known)
-        hint = "a class of this device alone takes class means, a fitted head or neighbours: --by proto, head or knn"
+        hint = "a class of this device alone needs class means, a fitted head or neighbours: --by proto, head or knn"
         raise ConfigError(
             f"unknown class '{label[:80]}'" + (f" (did you mean '{near}'?)" if near else ""),
             expected="one of " + ", ".join(known if own_classes else fleet),
-            hint="--new-class (over HTTP: new_classes), if it is one of this device alone" if own_classes else hint,
+            hint="--new-class (over HTTP: new_classes), if it is a class of this device alone" if own_classes else hint,
         )
 
 

@@ -191,7 +191,7 @@ class Service:
             return self._roll_back(served.weights, str(error))
         self._last_checked = new
         good = gives_probabilities(new.predictor, self.checked_graph())
-        why = self._why_worse(new) if good else "answers that are no probabilities"
+        why = self._why_worse(new) if good else "its answers are not probabilities"
         if why:
             return self._roll_back(served.weights, why)
         with self.slots.writing():
@@ -276,7 +276,7 @@ class Service:
         with self._changing:
             new = self.stored.open(personal, served, self.answering)
             if not gives_probabilities(new.predictor, served.graph):
-                raise StateError("the personalized model gives answers that are no probabilities")
+                raise StateError("the personalized model gives answers that are not probabilities")
             why = self._why_worse(new)
             if why:
                 raise WorseModel(why)

@@ -222,7 +222,7 @@ class _Sizes:
         for number in range(1, asked.rounds + 1):
             closed = Checkpoint(number - 1, ServerState({}, {}), deltas=links)
             chain = chain_of(closed, newest, whole, asked.chunk_bytes or chunk)
-            settled = sizes == (sizes := [len(one.data) for one in chain.earlier])  # so are later ones
+            settled = sizes == (sizes := [len(one.data) for one in chain.earlier])  # then later chains are equal too
             holders = [((1 - p) ** missed * p, model) for missed, model in enumerate(reversed(models))]
             holders.append(((1 - p) ** len(models), ""))
             found.append((asked.rounds - number + 1 if settled else 1, self._named(chain, holders), holders))

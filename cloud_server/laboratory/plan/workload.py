@@ -33,7 +33,7 @@ from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
 
 TIME = "time"
-WITHIN = 0.75  # share of the training samples, if the partition has no fraction of its own
+WITHIN = 0.75  # share of the training samples, if the partition has no such option
 Array = np.ndarray[Any, Any]
 
 

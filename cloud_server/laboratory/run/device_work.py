@@ -209,7 +209,7 @@ class Worker:
             _check_finite(made.update)
         except FAILURES as error:
             return TrainedDevice(client, error=str(error))
-        stateful = bool(made.state or before)  # a state without a residual takes the place of one with it
+        stateful = bool(made.state or before)  # an empty state must replace an earlier one
         if stateful:
             self._clients.save(client, task.round, made.state)
         plain, size = task.codec == PLAIN, len(made.data)

@@ -274,7 +274,7 @@ def _received(pipe: Any, child: Any) -> tuple[str, Any]:
         kind, value = pipe.recv()  # pickle is safe here: the sender is a child of this process
     except (EOFError, OSError):
         child.join()
-        return "ended", f"its process ended with exit code {child.exitcode}; the same command goes on where it was"
+        return "ended", f"its process ended with exit code {child.exitcode}; the same command continues the run"
     return kind, value
 
 
