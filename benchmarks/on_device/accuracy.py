@@ -27,6 +27,7 @@ from benchmarks.on_device import fleets
 from benchmarks.on_device.fleets import PLANS, Plan
 from benchmarks.on_device.ways import WAYS, drawn
 from cloud_server.results.result import environment
+from fleet_core.base import processes
 from fleet_core.base.storage import write_json
 from fleet_core.data import samples as stored
 from fleet_core.model.layout import Layout
@@ -125,16 +126,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     started = time.monotonic()
     alike = {"draws": options.draws, "repeats": options.repeats, "environment": environment()}
     beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # fails before anything is computed
-    sets = {name: outcome(PLANS[name], options.seeds, options.draws, options.repeats, options.room, say)
+    sets = {name: outcome(PLANS[name], options.seeds, options.draws, options.repeats, options.room, processes.say)
             for name in options.sets}
     write_json(options.out, beside(options.out, "sets", sets, alike))
-    say(f"{options.out}: {time.monotonic() - started:.0f} s")
+    processes.say(f"{options.out}: {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

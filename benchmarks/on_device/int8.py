@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from benchmarks.on_device.ways import load
 from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import Session, open_kind, open_session
 from export.int8_encoder import quantized
-from fleet_core.base import storage, trees
+from fleet_core.base import processes, storage, trees
 from fleet_core.base.storage import write_json
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
@@ -168,15 +167,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     alike = {"draws": options.draws, "vnni": vnni(), "environment": environment()}
     beside(options.out, "sets", dict.fromkeys(options.sets), alike)  # fails before anything is computed
     sets = {name: {"seeds": options.seeds, "labels": PLANS[name].labels, "table": table(PLANS[name], [
-        evaluated(PLANS[name], seed, options.draws, options.room, say) for seed in options.seeds
+        evaluated(PLANS[name], seed, options.draws, options.room, processes.say) for seed in options.seeds
     ])} for name in options.sets}  # fmt: skip
-    costs = {name: cost(case, options.calls, say) for name, case in CASES.items()}
+    costs = {name: cost(case, options.calls, processes.say) for name, case in CASES.items()}
     write_json(options.out, {"models": costs, **beside(options.out, "sets", sets, alike)})
 
 

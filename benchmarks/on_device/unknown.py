@@ -16,7 +16,6 @@ unseen: the share of either that is called unknown, over all samples of a device
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from benchmarks.on_device.fleets import PLANS, Device, Plan
 from benchmarks.on_device.ways import drawn, load
 from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import Session, open_kind
-from fleet_core.base import trees
+from fleet_core.base import processes, trees
 from fleet_core.base.storage import write_json
 from fleet_core.model.layout import Layout
 from fleet_core.personalization.nearest import Prototypes
@@ -141,23 +140,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     started = time.monotonic()
     alike = {"method": METHOD, "seeds": options.seeds, "draws": options.draws, "quantiles": QUANTILES,
              "environment": environment()}
     beside(options.out, "cases", dict.fromkeys(options.cases), alike)  # fails before anything is computed
     found = {}
     for name in options.cases:
-        found[name] = outcome(CASES[name], options.seeds, options.draws, options.room, say)
+        found[name] = outcome(CASES[name], options.seeds, options.draws, options.room, processes.say)
         for labels, one in found[name].items():
             said = " ".join(f"{key} {figure['mean']:.3f}" for key, figure in one.items())
             print(f"{name}, {labels} labels: {said}", flush=True)
     training = {case.plan.folder: {"rounds": case.plan.training[METHOD].rounds,
                                    "hyper": dict(case.plan.training[METHOD].hyper)} for case in CASES.values()}
     write_json(options.out, {"training": training, **beside(options.out, "cases", found, alike)})
-    say(f"{options.out}: {time.monotonic() - started:.0f} s")
+    processes.say(f"{options.out}: {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fleet_core.protocol.topics import ROOT
 
 AGGREGATOR = ".aggregator"
 OPERATORS = tuple(f".operator-{n}" for n in range(32))
-"""Names for certificates. No device can have one, because a device's name has no dot. There are several for operators
+"""Names in certificates. No device can have such a name, because a device's name has no dot. Operators have several,
 because a broker keeps one connection per name."""
 PORT, ENROLMENT_PORT = 8883, 8884
 # The largest chunk (link.chunk_bytes) is 16 MiB; mosquitto's own limit for a packet is 256 MiB.
@@ -71,7 +71,7 @@ allow_anonymous false
 
 @dataclass(frozen=True)
 class BrokerSetup:
-    """The choices behind a configuration. hosts: names and addresses in the broker's certificate; devices use the first
+    """The settings of a configuration. hosts: names and addresses in the broker's certificate; devices use the first
     one. listen: the address to listen on, empty for all. at: the folder in which the broker will find its files, empty
     for the folder they are written to."""
 

@@ -263,8 +263,8 @@ def _accepts(broker: Broker, host: str, port: int) -> bool:
 
 
 def _await_signal_handlers(broker: Broker) -> None:
-    """Waits until mosquitto handles SIGHUP: it listens before it does, and until then SIGHUP would end it. Linux tells;
-    elsewhere, and after ``HANDLERS_S``, the broker is taken as it is."""
+    """Waits until mosquitto handles SIGHUP: it listens earlier, and until then SIGHUP would end it. Waits at most
+    ``HANDLERS_S``, and only on Linux, where /proc shows the handlers."""
     status, until_s = Path(f"/proc/{broker.process.pid}/status"), time.monotonic() + HANDLERS_S
     while broker.alive() and time.monotonic() < until_s:
         try:
@@ -297,7 +297,7 @@ def _check_loopback(host: str) -> None:
 
 
 def reserve(host: str, port: int) -> int:
-    """``port``, or a free one for 0. Raises LinkError if it is not possible to listen on it."""
+    """``port``, or a free port for 0. Raises LinkError if it is not possible to listen on it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

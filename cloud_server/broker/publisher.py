@@ -84,7 +84,7 @@ class Publisher:
     # After a reconnect ------------------------------------------------------------------------------------------------
 
     def reconnected(self) -> None:
-        """Finds out which retained messages the broker lost; nothing is sent until that is known."""
+        """Finds out which retained messages the broker has lost, and sends nothing until that is known."""
         self._link.unsubscribe(*self._awaited)
         self._queue.clear()
         self._verifying, self._verified = False, False
@@ -203,8 +203,8 @@ class Publisher:
         storage.write_atomic(self._kept_path, json.dumps({**self._stale, **published}).encode())
 
     def _read_kept(self) -> dict[str, int]:
-        """The blobs of an earlier run; empty if the file is missing or damaged, which only wastes the broker's
-        memory."""
+        """The blobs of an earlier run. Empty if the file is missing or damaged: then old chunks only stay at the
+        broker."""
         if not self._kept_path.exists():
             return {}
         data = storage.read_bytes(self._kept_path, limit=MAX_KEPT_BYTES)

@@ -1,4 +1,4 @@
-"""The aggregator's messages besides rounds: its presence, and answers to devices."""
+"""Sends the aggregator's presence, and messages to single devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServerMessages:
         self._send(topics.down(self._fleet, device), messages.encode(message), qos=qos)
 
     def attest(self, device: str, message: Down) -> None:
-        """Sends a signed message: a device commits or discards state, or ends, only for one of these."""
+        """Sends a signed message: only on a signed message does a device commit or discard state, or end."""
         qos = 1 if message.t == "revoked" else 0
         data = messages.encode(message, packed=message.secure is not None)
         self._send(topics.down(self._fleet, device), self._sign(data), qos=qos)

@@ -1,8 +1,8 @@
 """The aggregator's state after each closed round: one safetensors file per round, written atomically.
 
 A checkpoint is on the disk before the ledger marks its round as closed, so no crash leaves a closed round without one.
-A damaged checkpoint is refused and not replaced by the one before: the devices have committed the duals of every closed
-round, and with an older state their updates would count twice.
+A damaged checkpoint is refused, and an earlier one does not replace it: the devices have committed the duals of every
+closed round, and with an older state their updates would count twice.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fleet_core.base.trees import Params
 KEPT = 3
 SERVED_KEPT = 3
 MAX_BYTES = 1 << 34
-FORMAT, PART_FORMAT = 1, 2  # the second of a round that trained a part of the model
-SERVED_FORMAT, SERVED_PART_FORMAT = 2, 3  # of a served model's file with a delta, and with frozen arrays
-DELTA = "delta"  # array of a served model's file, beside the weights
+FORMAT, PART_FORMAT = 1, 2  # PART_FORMAT: the round trained a part of the model
+SERVED_FORMAT, SERVED_PART_FORMAT = 2, 3  # a served model's file with a delta; with frozen arrays
+DELTA = "delta"  # name of the delta's array in a served model's file
 METADATA = ("format", "sha256", "round", "dual_epoch", "scalars", "answers", "deltas", "frozen")
-"""Metadata that are not facts."""
+"""Keys of a checkpoint's metadata; all other keys are facts."""
 RESTORE = "put the whole fleet folder back from a backup: ledger and state belong together"
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A served model as it is published. round: whose. weights: float32, as devices decode them. data: a delta to the
-    weights with the id ``base``, in ``codec``; empty for none. source: id of the aggregator's weights in float32.
-    following: whether the next round's training model has these weights; not stored. moving: the arrays of the delta;
-    the others are as in the served model before."""
+    """A served model as it is published. round: the closed round that it came from. weights: float32, as devices decode
+    them. data: a delta to the weights with the id ``base``, encoded with ``codec``; empty without a delta. source: id
+    of the aggregator's weights in float32. following: whether the next round's training model has these weights; not
+    stored. moving: the arrays of the delta; the other arrays are those of the previous served model."""
 
     round: int
     weights: Params
@@ -55,8 +55,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Delta:
-    """What was published of the training model of ``round``. model: id of its weights. data: in ``codec``, a delta to
-    the weights with the id ``base``; None for first weights."""
+    """What was published of the training model of ``round``. model: id of its weights. data: a delta to the weights
+    with the id ``base``, encoded with ``codec``; base is None for first weights."""
 
     round: int
     model: str
@@ -69,11 +69,11 @@ class Delta:
 class Checkpoint:
     """What the next round starts from.
 
-    round: the last closed round, 0 before the first. state: arrays float64. published: the decoded float32 weights that
-    devices have, or None before the first round. lost: what the lossy codec left out of that round's model, or None.
-    answers: in a simulation, the served model that devices have, without its delta; a fleet has a file of its own.
-    deltas: of the last rounds, oldest first, each to the model of the one before; the last one leads to ``published``.
-    moving: the arrays that the round trained. robust: arrays that the robust rule remembers.
+    round: the last closed round, 0 before the first. state: its arrays are float64. published: the decoded float32
+    weights that devices have, or None before the first round. lost: what the lossy codec left out of that round's
+    model, or None. answers: in a simulation, the served model that devices have, without its delta; a fleet stores it
+    in another file. deltas: those of the last rounds, oldest first, each from the previous round's model; the last one
+    leads to ``published``. moving: the arrays that the round trained. robust: arrays that the robust rule keeps.
     """
 
     round: int
@@ -91,7 +91,7 @@ class Checkpoints:
     """``{folder}/round-{n}.safetensors``, the last three; ``{folder}/served.safetensors``, the last served model;
     ``{folder}/served-at-{n}.safetensors``, the checkpoints of the last three rounds whose model was served.
 
-    Only for the aggregator that holds the fleet's lock: temporary files of interrupted writes are deleted.
+    Use it only while holding the fleet's lock: it deletes the temporary files of interrupted writes.
     """
 
     def __init__(self, folder: Path, log: Callable[[str], None] = lambda line: None):
@@ -154,14 +154,14 @@ class Checkpoints:
         temporary.unlink(missing_ok=True)
         try:
             os.link(self.path(number), temporary)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             shutil.copyfile(self.path(number), temporary)
         temporary.replace(path)
         for old in served_rounds(self._folder)[:-SERVED_KEPT]:
             served_at(self._folder, old).unlink(missing_ok=True)
 
     def drop_served_rounds(self, after: int) -> None:
-        """Forgets the kept checkpoints of later rounds."""
+        """Deletes the kept checkpoints of rounds after ``after``."""
         for number in served_rounds(self._folder):
             if number > after:
                 served_at(self._folder, number).unlink(missing_ok=True)
@@ -178,8 +178,8 @@ class Checkpoints:
         return self._loaded(served_at(self._folder, number), number, order)
 
     def served(self) -> ServedModel | None:
-        """The last served model, or None. A damaged one is renamed: devices keep theirs until the next one. Raises
-        StateError if it is of a newer version."""
+        """The last served model, or None. A damaged file is renamed, and devices keep their model until the next one.
+        Raises StateError if a newer version wrote the file."""
         if not self._served.exists():
             return None
         found = _read(self._served, SERVED_PART_FORMAT)
@@ -197,7 +197,7 @@ class Checkpoints:
 
     def load(self, round_number: int, order: Params) -> Checkpoint:
         """The checkpoint after ``round_number``, with arrays in the order of ``order``. Groups that ``order`` lacks,
-        which only the server rule uses, are sorted by name. Raises StateError."""
+        which only the server rule uses, are sorted by name. Raises StateError if it is missing or damaged."""
         path = self.path(round_number)
         if not path.exists():
             raise StateError(f"is missing, and round {round_number} is closed", where=str(path), hint=RESTORE)
@@ -225,7 +225,7 @@ class Checkpoints:
 
 
 def _of_moving(moving: Moving) -> dict[str, str]:
-    """As metadata."""
+    """The frozen arrays as metadata."""
     return {} if moving.everything else {"frozen": json.dumps(sorted(moving.frozen))}
 
 
@@ -241,7 +241,7 @@ def _answers(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> Served
 
 
 def _deltas(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> tuple[Delta, ...]:
-    """None where a version without them has kept the metadata alone."""
+    """Empty if a version that does not know deltas has kept only their metadata."""
     if "deltas" not in roles:
         return ()
     data, known = roles["deltas"]["data"], json.loads(metadata["deltas"])
@@ -287,7 +287,7 @@ def served(path: Path) -> tuple[int, Params]:
 
 
 def _ordered(tree: Params, order: Params) -> Params:
-    """Some roles have only the arrays that have moved so far."""
+    """The arrays in the order of ``order``. A role may have only the arrays that have moved so far."""
     known = {g: {n: tree[g][n] for n in named if n in tree[g]} for g, named in order.items() if g in tree}
     return known | {g: {n: tree[g][n] for n in sorted(tree[g])} for g in sorted(tree) if g not in order}
 
@@ -298,8 +298,8 @@ def _write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str], v
 
 
 def _read(path: Path, newest: int = PART_FORMAT) -> tuple[dict[str, Any], dict[str, str]] | None:
-    """(arrays, metadata) as written; None for a damaged file. Raises StateError if it cannot be read now or is of a
-    newer version."""
+    """(arrays, metadata) as written; None for a damaged file. Raises StateError if it cannot be read now, or a newer
+    version wrote it."""
     data = storage.read_bytes(path, limit=MAX_BYTES)
     try:
         arrays, metadata = storage.unpack(data, where=str(path))
@@ -325,5 +325,5 @@ def _digest(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
 
 
 def _served(roles: Mapping[str, Params]) -> Params:
-    """The served model; the trained one if there is no separate one. Version 0.1 called the role ``judged``."""
+    """The served model, which is the training model if none is stored. Version 0.1 called the role ``judged``."""
     return roles.get("served", roles.get("judged", roles.get("model", {})))

@@ -78,18 +78,18 @@ class Fleet:
 
     @property
     def codec_up(self) -> str:
-        """The codec of updates, or ``auto``; lossless if the server does not sum them over rounds."""
+        """The codec of updates, or ``auto``; lossless for a method that does not sum updates over rounds."""
         return self.config.link.up if self.method.cumulative else "fp32"
 
     @property
     def codec_down(self) -> str:
-        """The codec of models, or ``auto``; lossless for sums over samples, because they have no common scale and a
-        rare class would be lost in the quantization of a frequent one."""
+        """The codec of models, or ``auto``. Lossless for a method whose models are sums over samples: these have no
+        common scale, and quantization by a frequent class would lose a rare one."""
         return self.config.link.down if self.method.cumulative else "fp32"
 
     @property
     def skip_below(self) -> float:
-        """0 if the server does not sum updates over rounds: what is not sent could not be made up for."""
+        """The setting, or 0 for a method that does not sum updates over rounds: a skipped update would be lost."""
         return self.config.link.skip_below if self.method.cumulative else 0.0
 
     @property
@@ -99,7 +99,7 @@ class Fleet:
         return Screening(self.method, self.config.robust, bound)
 
     def remarks(self) -> list[str]:
-        """What users may not expect of the method: what it sends, and which settings it overrides."""
+        """Sentences about what users may not expect: what the method sends, and which settings it overrides."""
         if not self.method.received:
             nothing = len(payloads.encode("fp32", {}))
             text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
@@ -109,7 +109,7 @@ class Fleet:
         return [*self._privacy_remarks(), *self._overridden_settings(), *self._codec_remarks(), *filter(None, rules)]
 
     def _privacy_remarks(self) -> list[str]:
-        """What this method's messages reveal about a device's samples, beyond other methods'."""
+        """What the method's messages reveal about a device's samples that other methods' messages do not."""
         if self.method.per_device:
             return [f"{self.method.name} makes a model for each device, which every device of the fleet may read at "
                     "the broker during the round; it goes whole and as fp32, whatever codec the link has for models"]
@@ -133,7 +133,7 @@ class Fleet:
         return texts
 
     def _codec_remarks(self) -> list[str]:
-        """Where the method is known to miss the minimiser with these codecs."""
+        """Codecs with which the method is known to miss the minimiser."""
         return [
             f"{self.method.name} with {codec} {way} {text}; see docs/codecs.md"
             for way, codec in (("up", self.codec_up), ("down", self.codec_down))
@@ -142,7 +142,7 @@ class Fleet:
         ]
 
     def selected(self, layout: Layout) -> Moving:
-        """The arrays that ``[train] only`` names. Raises ConfigError with every mistake in it."""
+        """The arrays that ``[train] only`` selects. Raises ConfigError with every mistake in it."""
         path = self.folder / "fleet.toml"
         text = config.text_of(path) if path.exists() else ""
         return select_arrays.moving_of(self.config.train, layout, self.method, text, str(path))
@@ -160,8 +160,8 @@ class Fleet:
         return signing_keys.first(self.folder)[:8]
 
     def graph_bytes(self) -> bytes:
-        """The graph bundle that is published. Raises StateError if it is missing or of another model than in
-        fleet.toml. """
+        """The graph bundle that is published. Raises StateError if it is missing, or its model is not the one in
+        fleet.toml."""
         path = self.folder / "graph.safetensors"
         if not path.exists():
             raise StateError("the graph is missing", where=str(path), hint=f"metafleet init {typed(self.folder)}")
@@ -191,7 +191,7 @@ class Fleet:
         return wire.ordered({**self.weights(layout), **wire.zeros(besides)})
 
     def weights(self, layout: Layout) -> Params:
-        """The model's first weights, float32. Raises StateError."""
+        """The model's first weights, float32. Raises StateError if they are missing or of another model."""
         path = self.folder / "weights.safetensors"
         if not path.exists():
             raise StateError("the first weights are missing", where=str(path),
@@ -259,7 +259,7 @@ def _check_alerts(settings: FleetConfig, path: Path) -> None:
         return
     parts = urlsplit(url)
     if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname))):
-        raise ConfigError("is no address for alerts", where=f"{path}: alerts.webhook",
+        raise ConfigError("is not an address for alerts", where=f"{path}: alerts.webhook",
                           expected="https://…, or http:// on this machine")
 
 
@@ -276,7 +276,7 @@ def _check_budget(settings: FleetConfig, path: Path) -> None:
 
 
 def _too_few(settings: FleetConfig) -> Iterator[schema.Problem]:
-    """A round of fewer devices than secure aggregation needs would never be counted."""
+    """Problems with settings that allow rounds with fewer devices than secure aggregation needs."""
     least, fleet = settings.privacy.least, settings.fleet
     if fleet.min_devices < least:
         yield schema.Problem("fleet.min_devices", f"{fleet.min_devices} devices are fewer than privacy.least: expected "

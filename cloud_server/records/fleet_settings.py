@@ -85,8 +85,9 @@ class LinkSection:
 
 @dataclass(frozen=True)
 class Amounts:
-    """Limits; None for no limit. bytes: up and down, by the largest counter that is reported (wire, MQTT or payload).
-    joules: of work, without idle. money: in the currency of tariff.toml, without fee and included volume."""
+    """Limits; None for no limit. bytes: up and down together, from the largest counter that is reported (wire, MQTT or
+    payload). joules: energy of the work, without idle time. money: in the currency of tariff.toml, without monthly fee
+    and included volume."""
 
     bytes: float | None = field(default=None, metadata=ABOVE_0)
     joules: float | None = field(default=None, metadata=ABOVE_0)
@@ -95,10 +96,10 @@ class Amounts:
 
 @dataclass(frozen=True)
 class BudgetSection(Amounts):
-    """The fleet's limits: no further round opens once one is reached. target_accuracy: mean over the devices that
-    train; the run ends there. patience: the run ends after so many evaluations in a row without a gain of more than
-    ``min_gain`` over the best. device_day: limits of a device on one day (UTC); it is not asked again until the next.
-    """
+    """The fleet's limits: no further round opens once one is reached. target_accuracy: the run ends at this mean
+    accuracy of the devices that train. patience: the run ends after so many evaluations in a row without a gain of more
+    than ``min_gain`` over the best. device_day: limits of one device per day (UTC); a device that reaches one is not
+    asked again until the next day."""
 
     target_accuracy: float | None = field(default=None, metadata={"above": 0, "max": 1})
     patience: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
@@ -108,12 +109,13 @@ class BudgetSection(Amounts):
 
 @dataclass(frozen=True)
 class AlertsSection:
-    """Where alerts are sent, and when there is one (``integrations.alerts``).
+    """Where alerts are sent, and when one is raised (``integrations.alerts``).
 
     command: a program and its arguments. webhook: URL. mqtt: also publish to the fleet's broker, under ``alert/``.
-    lost_after_s: how long a device that took part is off. disk_mib: room left. certificate_days: before the end.
-    accuracy_drop: below the best earlier round. pause_s: between two messages of a kind. repeat_s: until the alert is
-    sent again."""
+    lost_after_s: a device that took part has been off for so long. disk_mib: less room than this is left.
+    certificate_days: a certificate expires within so many days. accuracy_drop: accuracy is so far below the best
+    earlier round. pause_s: least time between two messages of a kind. repeat_s: time after which an alert is sent
+    again."""
 
     command: tuple[str, ...] = field(default=(), metadata={"max_length": 4096})
     webhook: str | None = field(default=None, metadata={"max_length": 2000})
@@ -128,7 +130,7 @@ class AlertsSection:
 
 @dataclass(frozen=True)
 class FleetRobustSection(RobustSection):
-    """Settings that a simulation does not have."""
+    """``[robust]`` with the settings that a simulation does not have."""
 
     quarantine: bool = field(default=False, metadata={"about":
         "true: a device that had most of its last ten updates refused is not asked until 'metafleet devices release'."})
@@ -138,8 +140,8 @@ class FleetRobustSection(RobustSection):
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no limits. alerts:
-    None for no messages."""
+    """The contents of fleet.toml. hyper: the method's hyper-parameters; unknown names are refused. budget: None for no
+    limits. alerts: None for no alerts."""
 
     fleet: FleetSection
     model: ModelSection

@@ -18,8 +18,8 @@ STATE, SERVED = "state", "served.safetensors"
 
 
 def place_of(source: Path) -> tuple[Fleet, Path]:
-    """(fleet, file of a served model). source: a fleet's folder, for the last served model, or a file in its folder
-    ``state``. Raises ConfigError."""
+    """(fleet, file of a served model). source: a fleet's folder, which gives the last served model, or a file in its
+    folder ``state``. Raises ConfigError."""
     if source.is_dir():
         fleet, served = Fleet.load(source), source / STATE / SERVED
         if not served.exists():
@@ -33,8 +33,8 @@ def place_of(source: Path) -> tuple[Fleet, Path]:
 
 
 def served_model(fleet: Fleet, file: Path, layout: Layout) -> tuple[int, Params]:
-    """(round, shared groups as float32) of the served model in ``file``. Raises StateError if it is damaged or of
-    another model."""
+    """(round, shared groups as float32) of the served model in ``file``. Raises StateError if the file is damaged or
+    holds another model."""
     number, arrays = checkpoint.served(file)
     shared = fleet.method.shared
     wire = layout.extended(fleet.method.down, shared)

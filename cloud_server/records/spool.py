@@ -20,14 +20,14 @@ MAX_MANIFEST_BYTES = 1 << 26
 
 
 class Spool:
-    """``{folder}/{round}/{device}.update`` has the received payload, ``{device}.json`` its manifest."""
+    """``{folder}/{round}/{device}.update`` holds the received payload, ``{device}.json`` its manifest."""
 
     def __init__(self, folder: Path, layout: Layout, groups: tuple[str, ...]):
         self._folder, self._layout, self._groups = folder, layout, groups
 
     def put(self, round_number: int, device: str, manifest: UploadManifest, data: bytes) -> None:
         """Stores an update. The manifest is written last: without it the update does not count as stored. A power cut
-        may undo it; the device keeps its update until a signed record says that it was counted, and offers it again."""
+        may lose the update; the device keeps it until a signed record says that it was counted, and offers it again."""
         self.drop(round_number, device)
         folder = self._folder / str(round_number)
         storage.write_atomic(folder / f"{device}.update", data, durable=False)
@@ -52,7 +52,7 @@ class Spool:
         return found
 
     def updates(self, round_number: int, counted: Mapping[str, UploadManifest]) -> Updates:
-        """The ``counted`` updates (device -> manifest), iterable any number of times, one in memory at a time."""
+        """The ``counted`` updates (device -> manifest). They can be iterated any number of times; one is in memory."""
         return Updates(self, round_number, counted)
 
     def check(self, round_number: int, device: str, manifest: UploadManifest) -> None:
@@ -67,7 +67,7 @@ class Spool:
         return Update(device, Payload(params, manifest.scalars), manifest.samples)
 
     def data(self, round_number: int, device: str, manifest: UploadManifest) -> bytes:
-        """The payload as it was received. Raises StateError."""
+        """The payload as it was received. Raises StateError if it cannot be read."""
         path = self._folder / str(round_number) / f"{device}.update"
         return storage.read_bytes(path, limit=manifest.blob.size)
 

@@ -21,9 +21,9 @@ PRICE = {"min": 0, "max": 1e9}
 
 @dataclass(frozen=True)
 class Tariff:
-    """currency: ISO 4217. source: where the prices are from. per_mb: for both directions; or per_mb_up and per_mb_down.
-    monthly_fee: of a device. included_mb: of a device and month, free of charge. per_kwh: of electricity. battery_wh:
-    of a device's battery."""
+    """currency: ISO 4217. source: where the prices are from. per_mb: price of data in both directions; instead of it,
+    per_mb_up and per_mb_down. monthly_fee: fee of a device. included_mb: free data of a device in a month. per_kwh:
+    price of electricity. battery_wh: capacity of a device's battery."""
 
     currency: str = field(metadata={"pattern": r"[A-Z]{3}", "words": "three capital letters, such as EUR"})
     source: str = field(metadata={"max_length": 500})
@@ -36,25 +36,25 @@ class Tariff:
     battery_wh: float | None = field(default=None, metadata={"above": 0, "max": 1e9})
 
     def data(self, up_bytes: float, down_bytes: float) -> float | None:
-        """The price of these bytes, without fee and included volume; None without a price."""
+        """The price of these bytes, without fee and included volume; None if the price is unknown."""
         up = self.per_mb if self.per_mb_up is None else self.per_mb_up
         down = self.per_mb if self.per_mb_down is None else self.per_mb_down
         return None if up is None or down is None else (up * up_bytes + down * down_bytes) / MB
 
     def month_of_data(self, up_bytes: float, down_bytes: float) -> float | None:
-        """The price of one device's bytes of a month above the included volume, which is taken from both directions in
-        proportion; without the fee."""
+        """The price of a device's bytes in a month, without the fee. The included volume is subtracted from both
+        directions in proportion."""
         total = up_bytes + down_bytes
         charged = max(0.0, total - MB * self.included_mb) / total if total else 0.0
         return self.data(charged * up_bytes, charged * down_bytes)
 
     def energy(self, joules: float) -> float | None:
-        """The price of electricity; None without one."""
+        """The price of so much electricity; None if the price is unknown."""
         return None if self.per_kwh is None else self.per_kwh * joules / J_PER_KWH
 
 
 def load(path: Path) -> Tariff:
-    """The tariff in a file. Raises ConfigError that lists every mistake."""
+    """The tariff in a file. Raises a ConfigError that lists every mistake."""
     text, where = config.text_of(path), str(path)
     tables = config.tables(text, where)
     tariff, problems = schema.read(Tariff, tables)

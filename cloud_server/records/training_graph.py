@@ -1,4 +1,4 @@
-"""The file ``train.safetensors`` of a fleet's folder: the graph with which devices train without torch."""
+"""Reads ``train.safetensors`` in a fleet's folder: the graph with which devices train without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def path_of(fleet: Fleet) -> Path:
 
 
 def read(fleet: Fleet, layout: Layout) -> bytes | None:
-    """The graph's bytes; None if there is none for the fleet's method and hyper-parameters. Raises StateError if the
+    """The graph's bytes; None if the fleet has no graph for its method and hyper-parameters. Raises StateError if the
     file cannot be read."""
     path = path_of(fleet)
     if not path.exists():

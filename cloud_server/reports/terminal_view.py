@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Group
@@ -28,7 +26,7 @@ from cloud_server.figures.formatting import (
     stage_text,
     traffic_text,
 )
-from cloud_server.figures.live_display import live
+from cloud_server.figures.live_display import Display
 from cloud_server.figures.scores import Score
 from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
@@ -96,10 +94,10 @@ def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
     return *round_figures(ledger, alone), *round_figures(ledger, range(first, last + 1))
 
 
-class LiveView:
+class LiveView(Display):
     """Shows snapshots on ``stream`` (stderr): a table on a terminal, else one plain line per closed round.
 
-    NO_COLOR also gives plain lines. Use it as a context manager; ``say`` prints a line of text above the table.
+    NO_COLOR also gives plain lines. Use it as a context manager.
 
     after_round: rounds up to this one are not shown again. settle_s: delay of a plain line, unless the next round
     closes earlier, so that it includes what devices report after the close. """
@@ -107,24 +105,14 @@ class LiveView:
     def __init__(
         self, total_rounds: int, stream: TextIO | None = None, *, after_round: int = -1, settle_s: float = 2.0
     ):
+        super().__init__(stream)
         self.total_rounds = total_rounds
-        self.stream = stream or sys.stderr
         self._told = after_round
         self._settle_s = settle_s
         self._seen: dict[int, float] = {}
         self._untold: list[RoundFigures] = []
-        self._live = live(self.stream)
 
-    def __enter__(self) -> LiveView:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
+    def _finish(self) -> None:
         for closed in self._untold:
             if closed.round > self._told:
                 self._tell(closed)
@@ -150,13 +138,6 @@ class LiveView:
         self.say(round_line(closed, self.total_rounds))
         self._told = closed.round
         self._seen.pop(closed.round, None)
-
-    def say(self, text: str) -> None:
-        """One line of text."""
-        if self._live:
-            self._live.console.print(Text(plain_text(text)))
-        else:
-            print(plain_text(text), file=self.stream, flush=True)
 
     def table(self, now: Snapshot) -> Group:
         """Progress, the last figures and the devices."""

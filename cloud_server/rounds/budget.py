@@ -1,7 +1,7 @@
-"""The limits of ``[budget]``: when a run ends early, and which devices are not asked any more today.
+"""The limits of ``[budget]``: when a run ends early, and which devices are not asked again today.
 
-Limits are checked before a round opens, on what has been reported by then, so that a run or a device may exceed one by
-what a round and the last served model cost. A round belongs to the day (UTC) on which it opened.
+Limits are checked before a round opens, against the costs reported by then. So a run or a device may exceed a limit by
+the cost of a round and of the last served model. A round belongs to the day (UTC) on which it opened.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cloud_server.rounds.members import Members
 DAY_S = 86_400
 LOOK_S = 2.0
 ENDED, RESTING, REACHED, EVALUATED = "ended", "resting", "reached", "evaluated"
-"""Facts of the ledger: why the run ended early; the devices that rest, with the end of the day; the accuracy that
-reached a target; the rounds that enough devices have evaluated, with their accuracy."""
+"""Keys of facts in the ledger: why the run ended early; the resting devices, with the end of the day; the accuracy that
+reached the target; the rounds that enough devices have evaluated, with their accuracy."""
 MOST_EVALUATED = 1000
 
 
 class Budget:
-    """One fleet's limits. section: None for no limits. private(): why privacy allows no further round, or empty. now:
-    Unix seconds.
+    """Applies the limits of one fleet. section: None for no limits. private(): why the privacy budget allows no further
+    round, or empty. now(): Unix seconds.
 
     ``ended``: why no further round opens, or empty. ``spent``: whether that is because a limit was reached.
     """
@@ -49,7 +49,7 @@ class Budget:
         self._keep(RESTING, "")
 
     def over(self, closed: int) -> bool:
-        """Whether no further round opens after the round ``closed``. Also finds which devices rest; looks at the ledger
+        """Whether no further round opens after round ``closed``. Also determines which devices rest. Reads the ledger
         once after each round, then every two seconds."""
         if (self._looked is None or self._looked[0] != closed) and (why := self._private()):
             self._looked = closed, self._clock()
@@ -64,8 +64,8 @@ class Budget:
         return bool(self.ended)
 
     def evaluated(self, number: int) -> None:
-        """An evaluation of round ``number`` is in the ledger. It counts once four of five devices that are on and train
-        have reported."""
+        """Call it when an evaluation of round ``number`` was added to the ledger. The round's accuracy counts once four
+        of five devices that are on and train have reported."""
         if self._section is None or (self._section.target_accuracy is None and self._section.patience is None):
             return
         latest: dict[str, float] = {}
@@ -113,7 +113,7 @@ class Budget:
         return [(int(number), float(mean)) for number, mean in json.loads(self._ledger.fact(EVALUATED) or "[]")]
 
     def _say_unknown(self, closed: int, section: BudgetSection, used: Mapping[str, float]) -> None:
-        """Once for each limit that cannot be kept because no device reports the figure."""
+        """Logs, once per limit, that it cannot be applied because no device reports the figure."""
         for where, limits in (("budget", section), ("budget.device_day", section.device_day)):
             for name in ("bytes", "joules", "money"):
                 key = f"{where}.{name}"
@@ -124,7 +124,7 @@ class Budget:
     # Devices ----------------------------------------------------------------------------------------------------------
 
     def _rest(self, limits: Amounts) -> None:
-        """Which devices have used up their share of the day."""
+        """Determines which devices have used up their share of the day, and lets them rest."""
         if limits == Amounts():
             return
         today = range(self._first_of_today(), 1 << 31)
@@ -141,7 +141,7 @@ class Budget:
             self._keep(RESTING, json.dumps(facts) if resting else "")
 
     def _first_of_today(self) -> int:
-        """The number of the first round that opened today, or of the next round."""
+        """The number of the first round that opened today; the next round's number if none did."""
         day = int(self._now() // DAY_S)
         if day != self._day:
             opened = [row.round for row in self._ledger.each(Round) if row.opened_at >= day * DAY_S]
@@ -155,13 +155,13 @@ class Budget:
 
 
 def resting(ledger: Ledger, now: float) -> dict[str, str]:
-    """Device -> why the aggregator does not ask it today, as the ledger says. now: Unix seconds."""
+    """Device -> why the aggregator does not ask it today, from the ledger. now: Unix seconds."""
     facts: dict[str, Any] = json.loads(ledger.fact(RESTING) or "{}")
     return dict(facts["devices"]) if facts and now < facts["until"] else {}
 
 
 def used_of(volume: Volume | None, joules: Joules | None, tariff: Tariff | None) -> dict[str, float]:
-    """Bytes, joules and money that count against a limit, as far as they are known."""
+    """The known ones of the bytes, joules and money that count against a limit."""
     used: dict[str, float] = {}
     up = down = 0
     if volume is not None:
@@ -179,8 +179,8 @@ def used_of(volume: Volume | None, joules: Joules | None, tariff: Tariff | None)
 
 
 def _flat(found: Sequence[tuple[int, float]], section: BudgetSection) -> tuple[int, float] | None:
-    """(round, accuracy) of the last gain, if ``patience`` evaluations have followed it; else None. found: rising
-    rounds."""
+    """(round, accuracy) of the last gain if ``patience`` evaluations have followed it, else None. found: (round,
+    accuracy) in the order of rounds."""
     best, since = None, 0
     for at in found:
         if best is None or at[1] > best[1] + section.min_gain:
@@ -191,7 +191,7 @@ def _flat(found: Sequence[tuple[int, float]], section: BudgetSection) -> tuple[i
 
 
 def _over(limits: Amounts, used: Mapping[str, float], tariff: Tariff | None) -> str:
-    """The first limit that is reached, in words; empty for none."""
+    """The first limit that is reached, in words, or empty."""
     texts: dict[str, Callable[[float], str]] = {
         "bytes": bytes_text, "joules": phase_text,
         "money": lambda value: f"{value:.2f} {tariff.currency if tariff else ''}".strip(),

@@ -1,7 +1,7 @@
 """The aggregator's loop: select → publish → collect until the deadline → apply.
 
-Closing a round is a pure function of the checkpoint, the ledger and the spool. An aggregator that was killed goes on
-where it was: it opens the round again with the same cohort and model, and does not ask again for updates that it has.
+Closing a round is a pure function of the checkpoint, the ledger and the spool. A killed aggregator continues at its
+next start: it opens the round again with the same cohort and model, and does not ask again for updates that it has.
 
 A write that fails is raised out of ``step`` as StateError and ends this coordinator: see ``aggregator``.
 """
@@ -92,7 +92,7 @@ class Coordinator:
                     self._on_connected(limit)
                 case Disconnected(reason):
                     said = requirements.explained(reason)
-                    if said != self.broker_said:  # every attempt to connect fails alike
+                    if said != self.broker_said:  # each attempt to connect fails with the same reason
                         self._log(f"broker: {said}")
                     self.broker_said = said
                 case Message(topic, payload, retain):
@@ -113,11 +113,11 @@ class Coordinator:
         return bool(events)
 
     def _go_on(self) -> None:
-        """Closes and opens what is due. Offline nothing is: no update can come."""
+        """Closes and opens rounds that are due. Not called offline, when no update can arrive."""
         if self.open is not None and (self.open.answered or self._time_to_look()):
             self._close_if_due(self.open)
             if self._rounds.open is None:
-                self._requests(now=True)  # what was asked while it was open comes before the next one
+                self._requests(now=True)  # handle requests made during the round before the next one opens
         if self.open is None and self._time_to_look():
             before = self._rounds.interrupted(self.checkpoint.round + 1)
             if before is None:
@@ -129,7 +129,7 @@ class Coordinator:
             self._parts.manifests.no_round(self.checkpoint)
 
     def _time_to_look(self) -> bool:
-        """Whether to look over all devices again; between two looks there is time for what they send."""
+        """Whether to check all devices again; between two checks there is time to handle their messages."""
         if self._clock() - self._looked_at < LOOK_S:
             return False
         self._looked_at = self._clock()
@@ -137,7 +137,7 @@ class Coordinator:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """After the last closed round."""
+        """The state after the last closed round."""
         return self._rule.checkpoint
 
     @property
@@ -146,7 +146,7 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """All rounds are closed, or the run ended before; the served model stays published."""
+        """Whether all rounds are closed or the run ended early; the served model stays published."""
         return self.checkpoint.round >= self.config.fleet.rounds or bool(self.ended)
 
     @property
@@ -156,22 +156,23 @@ class Coordinator:
 
     @property
     def served_round(self) -> int:
-        """Whose model is served; the last closed round before there is one."""
+        """The round whose model is served; the last closed round if no model is served yet."""
         served = self._parts.served.reference
         return self.checkpoint.round if served is None else served.round
 
     @property
     def stalled(self) -> str:
-        """Why the open round does not end; empty while it goes on."""
+        """Why the open round does not end, or empty."""
         return self._rounds.stalled
 
     @property
     def settled(self) -> bool:
-        """Nothing waits to be published."""
+        """Whether nothing waits to be published."""
         return self._parts.publisher.idle and self.link.unacknowledged == 0
 
     def close(self) -> None:
-        """Leaves in order; the open round stays open in the ledger and goes on at the next start."""
+        """Announces the end and closes the link. The open round stays open in the ledger and continues at the next
+        start."""
         self._parts.messages.announce("off")
         self.link.close()
 
@@ -197,7 +198,7 @@ class Coordinator:
         self._parts.keys.reconnected()
 
     def _requests(self, *, now: bool = False) -> None:
-        """What the command line asked for through the ledger."""
+        """Carries out requests that commands have written to the ledger."""
         if self._clock() - self._asked_at < REQUESTS_S and not now:
             return
         self._asked_at = self._clock()
@@ -228,7 +229,7 @@ class Coordinator:
             self.ledger.remove_request(key, value)
 
     def _revoke(self, name: str, asked_at: float) -> None:
-        """At once, so that a round does not wait for the device; the next round makes up for its dual."""
+        """Takes effect at once, so that a round does not wait for the device; the next round resets the duals."""
         self._members.revoke(name)
         if self._members.revoked(name):
             self._device_messages.tell_revoked(name, self._members.boot(name))  # before the broker denies it everything
@@ -239,7 +240,8 @@ class Coordinator:
     # Open a round -----------------------------------------------------------------------------------------------------
 
     def _open_if_possible(self, before: Round | None) -> None:
-        """before: the row of a round that was opened and not closed."""
+        """Opens the next round, or again one that an earlier aggregator did not close. before: the row of that
+        round."""
         number = self.checkpoint.round + 1
         if before is None and self._parts.budget.over(self.checkpoint.round):
             return self._end_early()
@@ -280,19 +282,19 @@ class Coordinator:
         self._parts.manifests.open_round(opened, self.checkpoint)
 
     def _end_early(self) -> None:
-        """A run that has spent its budget serves what it has learned; one that reached its target already does."""
+        """Serves the last model of a run that has spent its budget. A run that reached its target serves it already."""
         if self._parts.budget.spent and self.checkpoint.round > self.served_round:
             self._parts.served.serve(self.checkpoint, last=True)
 
     def _say_numbers(self, number: int) -> None:
-        """How many devices are on, where that has changed since the last round."""
+        """Logs how many devices are on, if the number has changed since the last round."""
         numbers = self._members.numbers()
         if numbers != self._numbers:
             self._numbers = numbers
             self._log(f"round {number} begins: {numbers}")
 
     def _say_few(self, number: int) -> None:
-        """Once in a round: for how many devices it waits."""
+        """Logs once per round for how many devices it waits."""
         least = self.config.fleet.min_devices
         if self._few != number and self._late() and len(self._members.ready()) < least:
             self._few = number
@@ -301,11 +303,12 @@ class Coordinator:
                       f"{self._members.numbers()}")
 
     def _late(self) -> bool:
-        """Whether devices that were on before this aggregator connected have had time to be heard."""
+        """Whether devices that were on before this aggregator connected have had time to announce themselves."""
         return self._clock() - self._connected_at > GRACE_S
 
     def _enough_there(self) -> bool:
-        """Enough devices to begin, and those that were on before this aggregator started have had time to be heard."""
+        """Whether enough devices are on to begin, and those that were on before this aggregator started have announced
+        themselves or had time to."""
         there = len(self._members.askable()) >= self.config.fleet.min_devices
         return there and (self._late() or not self._members.awaited())
 
@@ -326,7 +329,7 @@ class Coordinator:
         if not asked:
             return self._abandon(opened)
         if over and not self.paused and self._parts.places.pass_on(opened, due=due):
-            self._rounds.open = None  # opened again with its new cohort, and with what was received
+            self._rounds.open = None  # opened again with the new cohort; received updates stay
         elif due and self._parts.waiting.at_deadline(opened, wanted, open_ones):
             opened.try_again()
             self._parts.manifests.open_round(opened, self.checkpoint)
@@ -334,26 +337,27 @@ class Coordinator:
             self._parts.waiting.all_answered(opened, wanted)
 
     def _all_gone(self, names: list[str]) -> bool:
-        """Whether none of these delivers any more. A round that was taken up after a restart first waits as a new one
-        does, until enough devices are on."""
+        """Whether no update of these devices is expected any more. A round that was opened again after a restart first
+        waits until enough devices are on, as a new round does."""
         self._taken_up = self._taken_up and not self._enough_there()
         return not self._taken_up and not any(map(self._members.expected, names))
 
     def _abandon(self, opened: OpenRound) -> None:
-        """Everybody who was asked has been revoked: the round is opened again for others."""
+        """Gives up a round all of whose devices have been revoked or quarantined; it is opened again for others."""
         self._rounds.abandon(opened)
         self._parts.spool.clear(keep=0)
         self._rounds.open = None
 
     def _take_up_again(self, error: FleetError) -> None:
-        """An update in the spool is not as it was received: opening the round again drops it and asks for it."""
+        """Handles an update in the spool that is damaged: opening the round again drops it and asks for it again."""
         if disk_errors.is_disk_error(error):
             raise error
         self._log(f"round {self.checkpoint.round + 1} is taken up again: {error}")
         self._rounds.open = None
 
     def _sum(self, opened: OpenRound) -> None:
-        """Updates are masked: takes the next step of their sum, or closes the round, with it or without."""
+        """In a round with masked updates: takes the next step towards their sum, or closes the round with or without
+        it."""
         try:
             if self._parts.secure.go_on(opened):
                 self._close(opened)
@@ -361,7 +365,7 @@ class Coordinator:
             self._close_uncounted(opened, f"not counted: {error}")
 
     def _close_uncounted(self, opened: OpenRound, reason: str) -> None:
-        """No update of the round is used, and every device discards its own."""
+        """Closes a round without using its updates; every device discards its own."""
         checkpoint = self._rule.closing_without(opened)
         opened.received.clear()
         self._parts.checkpoints.save(checkpoint)
@@ -380,7 +384,7 @@ class Coordinator:
             checkpoint, screened = self._rule.closing(opened, updates, members)
         except (StateError, CodecError) as error:
             return self._take_up_again(error)
-        self._parts.checkpoints.save(checkpoint)  # before the ledger says so: a crash between leaves the round open
+        self._parts.checkpoints.save(checkpoint)  # before the ledger: a crash in between leaves the round open
         with self.ledger.transaction():
             self._parts.receiver.record(opened, screened)
             self._parts.privacy.note(opened)
@@ -391,14 +395,14 @@ class Coordinator:
         self._end(opened, checkpoint, screened)
 
     def _updates(self, opened: OpenRound) -> Iterable[Update]:
-        """What the server rule gets, before it is screened. Raises MessageError, StateError where a sum cannot be had.
+        """The round's updates before screening. Raises MessageError or StateError if a secure sum cannot be computed.
         """
         if opened.secure is not None:
             return self._parts.secure.updates(opened)
         return self._parts.spool.updates(opened.number, opened.received)
 
     def _end(self, opened: OpenRound, checkpoint: Checkpoint, screened: Screened) -> None:
-        """The round is closed on the disk."""
+        """Goes on after the round was closed on the disk."""
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")

@@ -1,4 +1,4 @@
-"""Decides between two rounds whether training goes back to an earlier served model, and takes it there."""
+"""Decides between two rounds whether training goes back to an earlier served model, and does so."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from cloud_server.rounds.server_rule import RuleState
 from fleet_core.base.errors import StateError
 
 REQUEST, FACT = "roll_back", "rolled_back"
-"""Of the ledger: the round to go back to; {"from": the last closed round then, "to", "why"} of the last time."""
+"""Keys in the ledger: the requested round; and {"from": the last closed round then, "to", "why"} of the last roll
+back."""
 
 
 class RollBacks:
-    """Training goes back if an operator asked for it, or if the newest served model costs the devices accuracy. limit:
-    what the median device may lose; 0 to leave it to operators."""
+    """Rolls training back if an operator asked for it, or if the newest served model lowered the devices' accuracy.
+    limit: the accuracy that the median device may lose; 0: only operators decide."""
 
     def __init__(
         self, ledger: Ledger, rule: RuleState, checkpoints: Checkpoints, served: ServedModels, *, limit: float,
@@ -31,11 +32,11 @@ class RollBacks:
         self._compared = 0  # the last closed round after which evaluations were compared
 
     def request(self, to: str) -> None:
-        """An operator's request, which stays in the ledger until it is decided. to: a round's number."""
+        """Takes an operator's request, which stays in the ledger until it was handled. to: a round's number."""
         self._asked = to
 
     def go_back_if_due(self, *, last: bool) -> None:
-        """last: no further round opens."""
+        """Rolls back if it was requested or the model is worse. last: no further round opens."""
         asked, self._asked = self._asked, None
         due = self._worse_model() if asked is None else (int(asked), "an operator asked for it")
         if due is not None:
@@ -56,7 +57,8 @@ class RollBacks:
         self._log(f"training goes on from the model of round {to}: {why}")
 
     def _worse_model(self) -> tuple[int, str] | None:
-        """(round to go back to, why), looked for once after each round. A model that was gone back to stays."""
+        """(round to go back to, why), or None; determined once after each round. A model that training was rolled back
+        to is not rolled back again."""
         number, served = self._rule.checkpoint.round, self._served.reference
         if not self._limit or served is None or self._compared == number:
             return None

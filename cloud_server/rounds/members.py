@@ -1,7 +1,8 @@
 """Which devices belong to the fleet and which are on: enrolment, presence, heartbeats, lost training states.
 
-A member that took part and leaves, or returns without its training state, takes a dual with it that the server cannot
-subtract. ``leaves`` counts these on disk; the next round starts every dual from zero (``ServerRule.left``).
+A member that took part and then leaves, or returns without its training state, takes its dual with it, and the server
+cannot subtract that dual from its sum. ``leaves`` counts these cases on disk; after one, the next round starts every
+dual from zero (``ServerRule.left``).
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ SILENT_S = 4.5
 WORKING = ("train", "upload")
 STRANGERS = 1000
 MOST_LOSSES, LOSS_ROUNDS = 3, 20
-"""How often a device may lose its training state in that many rounds: every device's dual starts from zero then."""
+"""A device may lose its training state at most this often in so many rounds, because each loss resets the duals of all
+devices."""
 
 
 @dataclass(slots=True)
 class _Known:
     """What is kept of a device in memory; the rest is in the ledger.
 
-    boot: of its last start, or empty. state: on | off, or empty until heard of since the aggregator's start. base:
-    id of the training model that it holds. chain: whether it takes a model as a chain of deltas. heard_s: on the clock.
-    lost: it is off because its connection broke. Texts that thousands of devices share (state, phase, base) are
-    interned.
+    boot: id of the device's last start, or empty. state: on | off; empty until the aggregator has heard from the device
+    since its own start. base: id of the training model that the device holds. chain: whether it can take a model as a
+    chain of deltas. heard_s: clock time of its last message. lost: it is off because its connection broke. Texts that
+    thousands of devices share (state, phase, base) are interned.
     """
 
     enrolled: bool
@@ -56,8 +58,8 @@ class Members:
     """The devices of one fleet, in memory and in the ledger.
 
     everyone: enrol every device that announces itself. cannot(presence): why a device cannot take part, or None.
-    ``quarantined``: device -> why it is no member until it is released; ``Quarantine`` changes it. ``resting``: device
-    -> why it is not asked today; ``Budget`` changes it.
+    ``quarantined``: device -> why it is quarantined; set by ``Quarantine``. ``resting``: device -> why it is not asked
+    today; set by ``Budget``.
     """
 
     def __init__(
@@ -92,15 +94,16 @@ class Members:
         return name in self._devices and not self._devices[name].enrolled
 
     def revoked_at(self, name: str) -> float | None:
-        """Unix seconds; None where the ledger does not say."""
+        """Unix seconds, or None if the ledger has no time."""
         return self._row(name).revoked_at
 
     def boot(self, name: str) -> str:
-        """Of the device's last known start."""
+        """The id of the device's last known start."""
         return self._devices[name].boot
 
     def members(self) -> Set[str]:
-        """m: the enrolled devices that train. A device enrolled by name is a member once its presence says so."""
+        """The enrolled devices that train; their number is the papers' m. A device enrolled by name becomes a member
+        when its presence says that it trains."""
         return self._members
 
     def ready(self) -> Set[str]:
@@ -112,23 +115,24 @@ class Members:
         return self._ready - self.resting.keys() if self.resting else self._ready
 
     def read_packed(self) -> bool:
-        """Whether every device that is on, or was at the aggregator's restart, reads manifests under zstd."""
+        """Whether every device that is on, or was on when the aggregator restarted, can read zstd-compressed
+        manifests."""
         return not self._plain
 
     def awaited(self) -> bool:
-        """Whether a member that was on before the aggregator's restart has not been heard of yet."""
+        """Whether a member that was on before the aggregator restarted has sent nothing since."""
         return bool(self._awaited)
 
     def alive(self, name: str) -> bool:
-        """On and, while it trains or uploads, not silent for ``SILENT_S``."""
+        """Whether the device is on and, if it trains or uploads, was heard within ``SILENT_S``."""
         known = self._devices.get(name)
         if known is None or known.state != "on":
             return False
         return known.phase not in WORKING or self._clock() - known.heard_s < SILENT_S
 
     def expected(self, name: str) -> bool:
-        """Whether an update of this device may still arrive. A device whose connection broke has ``SILENT_S`` to come
-        back."""
+        """Whether an update of this device may still arrive. A device whose connection broke has ``SILENT_S`` to
+        reconnect."""
         known = self._devices.get(name)
         if known is not None and known.state == "off":
             return known.lost and self._clock() - known.heard_s < SILENT_S
@@ -153,7 +157,7 @@ class Members:
         return f"{self.listening} of {enrolled} enrolled devices on"
 
     def standing(self, name: str) -> str:
-        """A device's state in a few words, for people."""
+        """A device's state in a few words, for log lines."""
         known = self._devices.get(name)
         if known is None or not known.state:
             return "not on since the aggregator started"
@@ -166,12 +170,12 @@ class Members:
         return self._devices[name].phase if name in self._devices else ""
 
     def lacking(self, model: str, names: Collection[str]) -> list[Holder]:
-        """Those of ``names`` that are ready and not known to hold ``model``."""
+        """What is held by those of ``names`` that are ready and not known to hold ``model``."""
         known = (self._devices[name] for name in names if name in self._ready)
         return [Holder(one.base, one.chain) for one in known if one.base != model]
 
     def took_part(self, names: Collection[str], model: str) -> None:
-        """Marks devices whose updates were counted. model: id of what they trained from."""
+        """Marks devices whose updates were counted. model: id of the training model."""
         for name in names:
             self._devices[name].base = intern(model)
             if not self._devices[name].took_part:
@@ -180,11 +184,11 @@ class Members:
     # Enrolment --------------------------------------------------------------------------------------------------------
 
     def enroll(self, name: str, closed: int, *, trains: bool = False) -> None:
-        """closed: the last closed round. Takes the last presence of a device that announced itself before."""
+        """Enrols a device, and applies the presence that it sent before. closed: the last closed round."""
         if self.enrolled(name):
             return
         now = self._now()
-        self._devices.pop(name, None)  # what was known of it before it was revoked
+        self._devices.pop(name, None)  # it may be known from before it was revoked
         with self._ledger.transaction(durable=False):
             self._put(Device(name=name, enrolled_round=closed + 1, first_seen=now, last_seen=now, new=not trains))
         self._log(f"{name} enrolled")
@@ -205,7 +209,7 @@ class Members:
         self._audit.done("revoke", name)
 
     def set_quarantined(self, devices: Mapping[str, str]) -> None:
-        """In place of ``quarantined``. Members leave and come back; the caller's transaction has both."""
+        """Replaces ``quarantined``; devices stop being members or become members again. Call it in a transaction."""
         changed = {name for name in devices.keys() ^ self.quarantined.keys() if name in self._devices}
         self.quarantined = devices
         for name in changed:
@@ -222,8 +226,9 @@ class Members:
         self._devices[name].heard_s = self._clock()
 
     def on_presence(self, name: str, presence: Presence, closed: int) -> None:
-        """closed: the last closed round. A row may be lost in a power cut, for the device announces itself again; a
-        leave may not."""
+        """Notes a presence or a heartbeat. closed: the last closed round.
+
+        A power cut may lose the row, because the device announces itself again; it may not lose a leave."""
         if presence.beat:
             return self._on_beat(name, presence)
         if name not in self._devices and self._everyone:
@@ -278,9 +283,9 @@ class Members:
     # Training states --------------------------------------------------------------------------------------------------
 
     def on_update(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> None:
-        """Checks that an update was made from the training state of the last update that was counted; otherwise the
-        device's dual is not what the server takes it for. after: the update that the device's state came with. closed:
-        the last closed round. begin: the first round of the present duals."""
+        """Checks that an update was trained from the state of the device's last counted update; otherwise the device's
+        dual is not the one in the server's sum, which counts as a leave. after: the update that left the device in its
+        present state. closed: the last closed round. begin: the first round of the present duals."""
         unlike = "" if after is None else self._unlike(name, after, closed, begin)
         if unlike:
             losses = {*self._losses(name, closed), closed}
@@ -288,15 +293,16 @@ class Members:
             self._log(f"{name} {unlike}")
 
     def refusal(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> str:
-        """Why an update is not taken whose device has lost its training state too often, or empty. Arguments as of
-        ``on_update``. A loss that this round has noted does not count: after a restart the update is judged again."""
+        """Why the update of a device that lost its training state too often is refused, or empty. Arguments as for
+        ``on_update``. A loss noted in this round does not count, because after a restart the update is checked
+        again."""
         losses = [number for number in self._losses(name, closed) if number < closed]
         unlike = "" if after is None or len(losses) < MOST_LOSSES else self._unlike(name, after, closed, begin)
         return unlike and (f"the device {unlike}, {len(losses)} times before in {LOSS_ROUNDS} rounds; it is counted "
                            f"again from round {losses[-MOST_LOSSES] + LOSS_ROUNDS + 1} on")
 
     def _losses(self, name: str, closed: int) -> list[int]:
-        """The rounds, of the last ``LOSS_ROUNDS``, after which the device had lost its training state."""
+        """Those of the last ``LOSS_ROUNDS`` rounds after which the device had lost its training state."""
         return [number for number in json.loads(self._ledger.fact(f"losses/{name}") or "[]")
                 if closed - LOSS_ROUNDS < number <= closed]
 
@@ -320,7 +326,7 @@ class Members:
         self._know(device)
 
     def _know(self, device: Device) -> None:
-        """Updates the memory from a row."""
+        """Updates what is in memory from a row of the ledger."""
         name, enrolled = device.name, device.status == "enrolled"
         known = self._devices.get(name)
         if known is None:
@@ -341,9 +347,9 @@ def inability(
     presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True,
     private: bool = False, secure: bool = False,
 ) -> str | None:
-    """Why a device cannot take part in rounds with this method, these codecs and a model of that size, or None. parts:
-    a round may train a part of the model. graph: the fleet has one for training without torch. private: updates are
-    clipped, and may have noise. secure: they are masked."""
+    """Why a device cannot take part in rounds, or None. parameters: the model's number of parameters. parts: a round
+    may train a part of the model. graph: the fleet has a graph for training without torch. private: updates are
+    clipped, and may get noise. secure: updates are masked."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:

@@ -1,4 +1,4 @@
-"""The parts of an aggregator, put together. Each part gets the parts that it needs; none reaches back."""
+"""Builds the parts of an aggregator. Each part is given the parts that it needs; none refers back to the whole."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fleet_core.protocol.device_messages import Down
 
 @dataclass(frozen=True)
 class Parts:
-    """layout: of the fleet's model. tell(device, message): sends an unsigned message."""
+    """layout: the layout of the fleet's model. tell(device, message): sends an unsigned message."""
 
     fleet: Fleet
     ledger: Ledger
@@ -86,7 +86,7 @@ def assemble(
     log: Callable[[str], None], access_changed: Callable[[], None],
     authority_changed: Callable[[], None] = lambda: None,
 ) -> Parts:
-    """Reads what the fleet's folder holds. Raises StateError or ConfigError."""
+    """Builds all parts from the fleet's folder. Raises StateError or ConfigError if the folder cannot be used."""
     settings, method = fleet.config.fleet, fleet.method
     graph = fleet.graph_bytes()
     layout = graph_bundle.unpack(graph).layout

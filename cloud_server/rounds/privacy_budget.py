@@ -1,7 +1,7 @@
-"""What private rounds have told of a device at most: epsilon by round and in all, and the limit at which a run ends.
+"""The privacy spent by private rounds: epsilon of a round and in total, and the limit at which a run ends.
 
-A device counts as having taken part in every round that asked it, and in every other one of which the ledger has an
-update of it, whatever became of that: it was sent.
+A device counts as having taken part in every round that asked it, and in every other round for which the ledger has an
+update of it, counted or not, because that update was sent.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fleet_core.privacy.settings import NONE, PrivacySection
 
 
 class PrivacyBudget:
-    """One fleet's. Raises ConfigError where earlier rounds were in another mode, for they told more or of others than
-    epsilon says."""
+    """The privacy budget of one fleet. Raises ConfigError if earlier rounds used another mode, because epsilon would
+    not cover what they revealed."""
 
     def __init__(self, section: PrivacySection, ledger: Ledger):
         self._section, self._ledger = section, ledger
@@ -49,7 +49,7 @@ class PrivacyBudget:
                 "another round")
 
     def note(self, opened: OpenRound) -> None:
-        """Writes the round's row, when it opens and again when it closes, for others may have been asked by then."""
+        """Writes the round's row: when it opens, and again when it closes, because more devices may have been asked."""
         if self._accountant is None or self._spent is None:
             return
         section = self._section
@@ -71,7 +71,7 @@ class PrivacyBudget:
 
 
 def facts(section: PrivacySection, ledger: Ledger) -> dict[str, Any]:
-    """What ``server status`` says, as plain JSON; empty without privacy."""
+    """The privacy figures of ``server status`` as plain JSON; empty without privacy."""
     if not section.on:
         return {}
     newest = ledger.newest(RoundPrivacy)
@@ -83,7 +83,7 @@ def facts(section: PrivacySection, ledger: Ledger) -> dict[str, Any]:
 
 
 def sentence(facts: Mapping[str, Any]) -> str:
-    """The same in words."""
+    """The result of ``facts`` as a sentence."""
     of = f" of {facts['limit']:g}" if "limit" in facts else ""
     return (f"privacy, {facts['mode']}: epsilon {facts['epsilon']:.3g}{of} at delta {facts['delta']:g}, for a device "
             f"asked in {facts['rounds']} rounds (clip {facts['clip']:g}, noise {facts['noise_multiplier']:g})")

@@ -1,7 +1,7 @@
-"""Quarantine: which devices have had most of their last updates refused, who is quarantined, and who is released.
+"""Quarantine: finds devices with mostly refused updates, quarantines devices and releases them.
 
-A quarantined device stays enrolled and connected and answers with the served model. It is no member: no round asks it,
-and as when a member leaves, all duals start again without its own. An operator lets it back in.
+A quarantined device stays enrolled and connected, and answers with the served model. It is no longer a member: no round
+asks it, and all duals start again from zero, as when a member leaves. An operator can release it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from cloud_server.ledger.ledger_tables import Update
 from cloud_server.rounds.members import Members
 
 WINDOW = 10
-"""Closed rounds that are looked at."""
+"""Number of closed rounds that are considered."""
 LEAST = 3
-"""Rounds of these in which a device was refused before it is named."""
+"""A device is suspect only if updates of so many rounds were refused."""
 QUARANTINED, RELEASED = "quarantined", "released"
-"""Facts of the ledger: device -> why it is quarantined; device -> the last closed round when it was released."""
+"""Keys of facts in the ledger: device -> why it is quarantined; device -> the last closed round at its release."""
 
 
 class Quarantine:
-    """Puts devices into quarantine and releases them, in the ledger and among the members. automatic: also those that
-    ``suspects`` names. withdraw(device): its update of the open round is not used."""
+    """Quarantines and releases devices, in the ledger and in ``Members``. automatic: also quarantines those that
+    ``suspects`` finds. withdraw(device): removes its update from the open round."""
 
     def __init__(
         self, ledger: Ledger, members: Members, *, automatic: bool, withdraw: Callable[[str], None], audit: Recorder,
@@ -34,7 +34,7 @@ class Quarantine:
         self._withdraw, self._audit, self._log = withdraw, audit, log
 
     def quarantine(self, name: str, why: str) -> None:
-        """At once: the open round does without the device's update, and the next one makes up for its dual."""
+        """Takes effect at once: the open round drops the device's update, and the next one resets the duals."""
         devices = self._members.quarantined
         if not self._members.enrolled(name) or name in devices:
             return
@@ -44,7 +44,7 @@ class Quarantine:
         self._withdraw(name)
 
     def release(self, name: str, closed: int) -> None:
-        """closed: the last closed round; what was refused up to it does not count against the device any more."""
+        """Makes the device a member again. closed: the last closed round; refusals up to it no longer count."""
         devices = dict(self._members.quarantined)
         if devices.pop(name, None) is None:
             return
@@ -64,8 +64,8 @@ class Quarantine:
 
 
 def suspects(ledger: Ledger) -> dict[str, str]:
-    """Device -> how many of its updates in the last closed rounds were refused or clipped away, if that is more than
-    half of them. Rounds before a device was released do not count."""
+    """Device -> a sentence about its refused updates, for each device of whose updates in the last closed rounds more
+    than half were refused or clipped away. Rounds before a device's release do not count."""
     closed = [row.round for row in ledger.rounds("closed")][-WINDOW:]
     if not closed:
         return {}

@@ -1,4 +1,4 @@
-"""What devices send: presence, reports, updates, questions about their updates, requests for certificates."""
+"""Handles the messages of devices: presence, reports, updates, questions about updates, requests for certificates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_OFFER_BYTES = 1 << 26
 
 
 class DeviceMessages:
-    """Takes one message after the other to the part that handles it.
+    """Hands each message to the part that handles it.
 
-    read_requests(): reads now what the command line asked for, because a device may come right after the command that
+    read_requests(): reads the requests of commands at once, because a device may connect right after the command that
     admits it.
     """
 
@@ -81,7 +81,7 @@ class DeviceMessages:
             self._parts.tell(name, Down("heard", self._closed, boot=presence.boot))
 
     def on_report(self, device: str, report: Report) -> None:
-        """Raises MessageError for a report that cannot be true; nothing of it is taken."""
+        """Takes a report. Raises MessageError, and uses nothing of it, if the report cannot be true."""
         if report.renew is not None:
             return self._renew(device, report.renew)
         self._check(device, report)
@@ -103,7 +103,8 @@ class DeviceMessages:
             self._parts.warnings.reported(device, report.evaluated_round, self._members.ready())
 
     def tell_revoked(self, device: str, boot: str) -> None:
-        """Signed, for one start of one device: nobody else can send it, and it does not hold for the next start."""
+        """Tells a device that it is revoked. The message is signed, so that nobody else can send it, and names the
+        device's present start, so that it does not apply to a later one."""
         at = self._members.revoked_at(device)
         self._parts.messages.attest(
             device, Down("revoked", self._closed, device=device, boot=boot, seq=self._parts.manifests.seq, at=at)
@@ -130,13 +131,13 @@ class DeviceMessages:
             opened.fail(device, report.failed)
 
     def _publish_way(self, holder: Holder) -> None:
-        """A device lacks the base of the round's delta."""
+        """For a device without the base of the round's delta: publishes what leads it to the round's model."""
         opened = self._parts.rounds.open
         if opened is not None and self._parts.models.add_way(opened, holder):
             self._parts.manifests.open_round(opened, self._rule.checkpoint)
 
     def _renew(self, device: str, asked: RenewalRequest) -> None:
-        """Sends the device's next certificate, or why there is none."""
+        """Sends the device's next certificate, or the reason why it gets none."""
         try:
             answer = Down("renewed", 0, device=device, certificate=self._parts.renewals.certificate(device, asked))
         except MessageError as error:
@@ -145,7 +146,7 @@ class DeviceMessages:
         self._parts.messages.attest(device, answer)
 
     def _tell_fate(self, device: str, pending: UpdateRef) -> None:
-        """Whether an update of a closed round was counted; the open round is not decided yet."""
+        """Tells a device whether its update of a closed round was counted. For the open round that is not known yet."""
         if pending.round <= self._closed:
             counted = self._parts.receiver.was_counted(device, pending.round, pending.id)
             self._parts.messages.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))

@@ -1,8 +1,8 @@
-"""The aggregator's side of secure aggregation in the open round (``fleet_core.privacy.secure_sum``): who is waited for,
-what is asked of whom, and the sum.
+"""The aggregator's side of secure aggregation in the open round (``fleet_core.privacy.secure_sum``): asks devices for
+each step, waits for their answers, and computes the sum.
 
-A session is in memory alone. An aggregator that was restarted begins another one, unless it had asked devices to reveal
-shares: then the round is not counted, because the sums of two sessions could tell the difference between them.
+A session is in memory only. A restarted aggregator begins another one, unless it had asked devices to reveal shares:
+then the round is not counted, because the difference between the sums of two sessions could reveal single updates.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from fleet_core.protocol.secure_messages import (
 )
 
 MASKED = "masked"
-"""In the place of a codec."""
+"""Stands in an update's manifest in place of a codec."""
 AGAIN_S = 2.0
 FACT = "unmasking"
-"""Of the ledger: the round whose devices were last asked to reveal shares."""
+"""Key in the ledger: the round whose devices were last asked to reveal shares."""
 RESTARTED = "not counted: the aggregator was restarted, or could not read an update, while the sum was unmasked"
 LOST = {"shares": "sent keys and no shares", "masked": "sent shares and no masked update",
         "unmask": "sent a masked update and revealed no shares"}
 
 
 class SecureRounds:
-    """layout: of what crosses the wire. attest(device, message): sends signed. expected(device): whether anything of it
-    may still arrive."""
+    """layout: the layout of the arrays that are sent. attest(device, message): sends a signed message.
+    expected(device): whether a message from it may still arrive."""
 
     def __init__(
         self, fleet: Fleet, layout: Layout, ledger: Ledger, spool: Spool, rounds: Rounds,
@@ -67,8 +67,8 @@ class SecureRounds:
     # One round --------------------------------------------------------------------------------------------------------
 
     def session(self, number: int, devices: int) -> Collector | None:
-        """A new one for a round that asks so many devices; None where updates are sent as they are. Raises StateError
-        for a fleet whose authority is missing."""
+        """A new session for a round that asks so many devices; None if the fleet does not mask updates. Raises
+        StateError if the certificate of the fleet's authority is missing."""
         section = self._section
         if not section.secure_aggregation:
             return None
@@ -81,18 +81,18 @@ class SecureRounds:
         )), tuple(trusted))
 
     def interrupted(self, number: int) -> bool:
-        """Whether the sum of round ``number`` was being unmasked when an earlier aggregator ended."""
+        """Whether an earlier aggregator ended while it was unmasking the sum of round ``number``."""
         return self._ledger.fact(FACT) == str(number)
 
     def group(self, opened: OpenRound) -> None:
-        """Enough keys are here. Raises MessageError."""
+        """Begins the second step, when enough keys have arrived. Raises MessageError."""
         assert opened.secure is not None
         opened.secure.start_sharing()
         self._begin(opened)
 
     def go_on(self, opened: OpenRound) -> bool:
-        """Begins the next step if this one's answers are here, or will not come; True once the sum can be had. Raises
-        MessageError with the reason why it cannot."""
+        """Begins the next step if every answer to this one has arrived or is no longer expected. True when the sum can
+        be computed. Raises MessageError with the reason if it never can."""
         collector = opened.secure
         assert collector is not None
         phase = collector.phase
@@ -118,7 +118,7 @@ class SecureRounds:
         return False
 
     def _answered(self, opened: OpenRound, collector: Collector) -> tuple[Collection[str], Collection[str]]:
-        """(devices that have done the present step, those that were asked for it)."""
+        """(devices that have answered the present step, devices that were asked)."""
         if collector.phase == "shares":
             return collector.shares, collector.graph
         if collector.phase == "masked":
@@ -132,7 +132,7 @@ class SecureRounds:
         self._ask(opened, opened.secure, self._answered(opened, opened.secure)[1])
 
     def _ask(self, opened: OpenRound, collector: Collector, names: Collection[str]) -> None:
-        """Each of ``names``, unless it was asked just now."""
+        """Asks each of ``names`` for its next step, at most once every ``AGAIN_S``."""
         for name in names:
             step = collector.step(name)
             if step is not None and self._clock() - self._asked.get(name, -AGAIN_S) >= AGAIN_S:
@@ -156,30 +156,32 @@ class SecureRounds:
 
     @staticmethod
     def refusal(opened: OpenRound, device: str, session: str) -> str:
-        """Why a masked update is not taken, or empty."""
+        """Why an update is refused: it is masked for another session, not masked, or not expected. Empty if
+        accepted."""
         collector = opened.secure
         if collector is None:
             return "" if not session else "a masked update, expected one that is not"
         if session != collector.session.rules.session:
             return "masked for another sum" if session else "an update that is not masked"
-        return "" if collector.phase == "masked" and device in collector.senders else "the sum is of other devices"
+        expected = collector.phase == "masked" and device in collector.senders
+        return "" if expected else "this device is not in the sum, or too late for it"
 
     def check_size(self, opened: OpenRound, data: bytes) -> None:
-        """Of a masked update. Raises MessageError."""
+        """Raises MessageError for a masked update of the wrong size."""
         assert opened.secure is not None
         expected = self._values(opened) * opened.secure.session.rules.bits // 8
         if len(data) != expected:
             raise MessageError(f"a masked update of {len(data)} bytes", expected=str(expected))
 
     def max_bytes(self) -> int:
-        """Of a masked update."""
+        """The largest size of a masked update."""
         return 4 * self._layout.parameters(self._groups)
 
     # The sum ----------------------------------------------------------------------------------------------------------
 
     def updates(self, opened: OpenRound) -> list[Update]:
-        """As many updates as devices, in closing order: the first is the sum of all, the others are zero; float64.
-        Raises MessageError where there is no sum, StateError for a masked update that cannot be read."""
+        """One update for each device, in closing order: the first is the sum of all, the others are zero; float64.
+        Raises MessageError if there is no sum, StateError for a masked update that cannot be read."""
         collector = opened.secure
         assert collector is not None
         names = aggregation.order(collector.there)

@@ -1,4 +1,4 @@
-"""The server rule's state: read from the disk, corrected for devices that joined or left, moved on by each round."""
+"""The server rule's state: read from the disk, corrected when devices join or leave, and updated by each round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fleet_core.robust.screening import Screened
 
 
 class RuleState:
-    """``checkpoint``: after the last closed round. layout: of the fleet's model."""
+    """The method's server rule and its state. ``checkpoint``: the state after the last closed round."""
 
     def __init__(
         self, fleet: Fleet, layout: Layout, ledger: Ledger, checkpoints: Checkpoints, members: Members, *,
@@ -39,7 +39,8 @@ class RuleState:
         self.checkpoint = self._resumed(fleet, ledger)
 
     def _resumed(self, fleet: Fleet, ledger: Ledger) -> Checkpoint:
-        """Raises ConfigError where the closed rounds are another method's: its state means nothing to this one."""
+        """The checkpoint to go on from. Raises ConfigError if the closed rounds used another method, whose state this
+        one cannot read."""
         first, name = self._first, fleet.method.name
         closed = ledger.rounds("closed")
         number = closed[-1].round if closed else 0
@@ -61,10 +62,11 @@ class RuleState:
         return self.checkpoint.round, int(self.checkpoint.facts["epoch_start"])
 
     def opening(self, interrupted: Round | None) -> ServerState:
-        """The state that a round starts from: the checkpoint's, corrected for joins and leaves since.
+        """The state that a round starts from: that of the checkpoint, corrected for later joins and leaves.
 
         A round that is opened again after a restart starts from the same state as before, so that an interrupted run
-        computes what an undisturbed one does; who joined or left since then counts from its close or the next round on.
+        computes what an uninterrupted one does. Later joins count when that round closes, later leaves in the next one.
+        interrupted: the row of such a round.
         """
         if interrupted is not None:
             return self._reconciled(interrupted.members, leaving=False)
@@ -87,9 +89,9 @@ class RuleState:
         return state
 
     def roll_back(self, to: int) -> None:
-        """Training goes on from the model of round ``to``, whose model was served; the number of the last closed round
-        stays, and duals start again from zero, because the devices' belong to the model that is left. Raises StateError
-        where that round is not kept."""
+        """Goes on from the model of round ``to``, which was served. The number of the last closed round stays. Duals
+        start again from zero, because those of the devices belong to the model that is given up. Raises StateError if
+        the checkpoint of that round is not kept."""
         now, old = self.checkpoint, self._checkpoints.served_round(to, self._first).state
         state, facts = self._method.server.left(old, int(now.facts["members"])), dict(now.facts)
         if state.dual_epoch != old.dual_epoch:
@@ -105,8 +107,8 @@ class RuleState:
     def closing(
         self, opened: OpenRound, updates: Iterable[Update], members: int
     ) -> tuple[Checkpoint, Screened]:
-        """(the checkpoint after a round with these updates, which of them it uses); nothing is written yet. Raises
-        StateError or CodecError for an update that is not as it was received."""
+        """(the checkpoint after a round with these updates, which of them it uses); writes nothing. Raises StateError
+        or CodecError for an update that has changed since it was received."""
         joined = self._reconciled(len(self._members.members()), leaving=False)
         rule, moving = self._method.server, opened.arrays.moving
         as_received = replace(rule.as_received(joined, trees.widened(opened.published)), round=opened.number)
@@ -122,7 +124,7 @@ class RuleState:
         return checkpoint, screened
 
     def closing_without(self, opened: OpenRound) -> Checkpoint:
-        """The checkpoint after a round of which no update is counted: the model stays as devices hold it."""
+        """The checkpoint after a round of which no update is counted: the model stays the one that devices hold."""
         joined = self._reconciled(len(self._members.members()), leaving=False)
         state = self._method.server.as_received(joined, trees.widened(opened.published))
         before, members = self.checkpoint, str(len(self._members.members()))
@@ -133,8 +135,8 @@ class RuleState:
         )
 
     def _hidden(self, updates: Iterable[Update]) -> Iterable[Update]:
-        """With the noise of their sum where the aggregator adds it. A round that is closed again after a crash gets
-        other noise; nobody has seen the first."""
+        """The updates, with noise in their sum if the aggregator adds it. A round that is closed again after a crash
+        gets other noise, because nobody has seen the first."""
         private = self._privacy
         if private.mode != CENTRAL:
             return updates

@@ -1,4 +1,4 @@
-"""Receives the updates of the open round: checks each, accepts it into the spool or refuses it with the reason."""
+"""Receives the updates of the open round: checks each one, and stores it in the spool or refuses it with a reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ LARGEST_LOSS = 1e6
 class UpdateReceiver:
     """Fills ``received`` and ``failed`` of the open round.
 
-    layout: of what crosses the wire; layout_hash: of the model. tell(device, message): sends to a device.
+    layout: the layout of the arrays that are sent. layout_hash: that of the model. tell(device, message): sends a
+    message to a device.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class UpdateReceiver:
     # One round --------------------------------------------------------------------------------------------------------
 
     def begin(self, opened: OpenRound) -> None:
-        """After a restart: takes up the updates in the spool that are intact; the others are asked for again. Raises
-        StateError when the disk cannot be read now."""
+        """Prepares for a round. After a restart it takes the intact updates from the spool; devices are asked for the
+        others again. Raises StateError if the disk cannot be read now."""
         self._uploads.clear()
         self._spool.clear(keep=opened.number)
         for device, manifest in self._spool.manifests(opened.number).items():
@@ -76,7 +77,7 @@ class UpdateReceiver:
                 self._spool.drop(opened.number, device)
 
     def _taken_up(self, device: str, number: int, manifest: UploadManifest) -> Measure:
-        """Of an update in the spool. Raises FleetError if it is not intact, or not of the open round."""
+        """Measures an update in the spool. Raises FleetError if it is damaged or not of the open round."""
         if reason := self._refusal(device, number, manifest):
             raise MessageError(reason)
         self._spool.check(number, device, manifest)
@@ -98,8 +99,8 @@ class UpdateReceiver:
             self._spool.drop(opened.number, device)
 
     def record(self, opened: OpenRound, screened: Screened) -> None:
-        """Writes the received updates into the ledger, as counted or refused; the round has the refused ones no more.
-        """
+        """Writes the received updates into the ledger as counted or refused, and removes refused ones from the
+        round."""
         for device, reason in screened.refused.items():
             if (manifest := opened.withdraw(device, reason)) is not None:
                 self._ledger.put(self._row(opened.number, device, manifest, "refused", reason))
@@ -107,7 +108,7 @@ class UpdateReceiver:
             self._ledger.put(self._row(opened.number, device, manifest, "counted", screened.remarks.get(device, "")))
 
     def end(self, closed: int, screened: Screened) -> None:
-        """The round is closed: tells devices whose update was refused at its close, refuses uploads in progress."""
+        """After the round has closed: tells the devices whose updates were refused, and refuses uploads in progress."""
         for device, reason in screened.refused.items():
             self._log(f"round {closed}: {device}: update refused: {reason}")
             self._audit.refused(device, f"update of round {closed}: {reason}")
@@ -168,7 +169,7 @@ class UpdateReceiver:
         self._tell(device, Down("done", number, manifest.id))
 
     def _say_cut(self, device: str, manifest: UploadManifest) -> None:
-        """Logs once per device that its board has no room for the round's batches."""
+        """Logs once per device that its board cannot train with the round's batch sizes."""
         cut = [f"{name} {manifest.metrics[name]:g}" for name in BATCHES if name in manifest.metrics]
         if cut and device not in self._cut:
             self._cut.add(device)
@@ -209,16 +210,16 @@ class UpdateReceiver:
         claims = {"samples": (manifest.samples, MOST_SAMPLES), "loss": (loss, LARGEST_LOSS)}
         wrong += [f"{name} {value:g}, expected at most {most:g}" for name, (value, most) in claims.items()
                   if not abs(value) <= most]
-        if type(self._method.server).left is not ServerRule.left:  # a lost state starts every device's dual again
+        if type(self._method.server).left is not ServerRule.left:  # then a lost state resets the duals of all devices
             wrong += filter(None, [self._members.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)
 
     def _verify(self, opened: OpenRound, device: str, manifest: UploadManifest, data: bytes) -> Measure:
-        """Raises CodecError for arrays of another layout and values that are not finite, MessageError for a norm over
-        the constant bound (per sample where updates add up over samples).
+        """Measures an update. Raises CodecError for arrays of another layout or values that are not finite,
+        MessageError for a norm over the constant bound (a norm per sample if updates are sums over samples).
 
-        The decoded arrays are not kept: the spool holds the encoded bytes, and closing decodes one update after the
-        other, so that memory does not grow with the cohort.
+        The decoded arrays are not kept: the spool holds the encoded bytes, and the round's close decodes one update
+        after the other, so that memory does not grow with the cohort.
         """
         if opened.secure is not None:
             self._secure.check_size(opened, data)
@@ -232,7 +233,7 @@ class UpdateReceiver:
         return measure
 
     def _refuse(self, device: str, number: int, manifest: UploadManifest, reason: str) -> None:
-        reason = reason[:REASON]  # it quotes the device
+        reason = reason[:REASON]  # the reason may quote the device
         opened = self._rounds.open
         late = opened is None or number != opened.number
         noted = self._ledger.rows(Update, round=number, device=device)

@@ -1,8 +1,8 @@
 """Uploads in progress: offers, granted chunks, received chunks.
 
-The aggregator grants chunks: at most 8 of one device and 100 in all may be on their way, so that no broker's queue
-overflows. Memory for uploads is bounded; further offers wait. Chunks are granted again when their *device* is silent;
-a device that stays silent loses its place and offers again when it returns.
+The aggregator grants chunks: at most 8 of one device and 100 in total may be under way, so that no broker's queue
+overflows. Memory for uploads is bounded; further offers wait. If a device is silent, its chunks are granted again. A
+device that stays silent is dropped, and offers its update again when it returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
 
 PER_DEVICE = 8
-IN_ALL = 100  # 6 MB: what the sockets between broker and aggregator hold; brokers drop QoS 0 behind full ones
+IN_ALL = 100  # 6 MB, which the sockets from broker to aggregator hold; a broker drops QoS 0 when these are full
 RESERVED_BYTES = 16 << 20
 SILENCE_S = 4.0
 TICK_S = 0.25
@@ -42,22 +42,22 @@ class _Upload:
 
 
 class Uploads:
-    """grant(device, message): sends to a device. clock: seconds. limit: bytes per update. ``wrong_chunks``: device ->
-    its chunks that did not match what was announced."""
+    """grant(device, message): sends a message to a device. clock(): seconds. limit: bytes per update. ``wrong_chunks``:
+    device -> number of its chunks that did not match what was announced."""
 
     def __init__(self, grant: Callable[[str, Down], None], clock: Callable[[], float], limit: int):
         self._grant, self._clock, self._limit = grant, clock, limit
         self.wrong_chunks: dict[str, int] = {}
         self._uploads: dict[str, _Upload] = {}
-        self._waiting: dict[str, None] = {}  # for credit, in order
-        self._outside: dict[str, None] = {}  # for memory, in order
+        self._waiting: dict[str, None] = {}  # devices that wait for credit, in order
+        self._outside: dict[str, None] = {}  # devices that wait for memory, in order
         self._credit = IN_ALL
         self._held_bytes = 0
         self._ticked = clock()
 
     def offer(self, device: str, round_number: int, manifest: UploadManifest) -> None:
-        """Takes an offer; the same one again repeats the grants. Raises MessageError, before memory is taken, for a
-        blob that is too large or inconsistent."""
+        """Takes an offer. If the same offer comes again, its grants are repeated. Raises MessageError, before memory is
+        allocated, for a blob that is too large or inconsistent."""
         manifest.blob.check(self._limit)
         known = self._uploads.get(device)
         if known is not None and known.round == round_number and known.manifest.id == manifest.id:
@@ -95,7 +95,7 @@ class Uploads:
         except MessageError:
             upload.wrong += 1
             self.wrong_chunks[device] = self.wrong_chunks.get(device, 0) + 1
-            if k in upload.granted:  # asked for again now, so that a device that sends nothing right is soon given up
+            if k in upload.granted:  # granted again now, so that a device that only sends wrong chunks is soon given up
                 upload.granted.remove(k)
                 self._credit += 1
                 upload.heard, upload.asked = self._clock(), 0
@@ -112,7 +112,7 @@ class Uploads:
         return upload.manifest
 
     def drop(self, device: str) -> None:
-        """Forgets a device's upload; waiting ones go on."""
+        """Forgets a device's upload, and serves the waiting ones."""
         self._forget(device)
         self._serve()
 

@@ -1,7 +1,7 @@
-"""How long a round waits and for whom: the first one for devices that are not on yet, an open one for updates.
+"""How long a round waits, and for which devices: the first round for devices to come on, an open round for updates.
 
-A broker that speaks MQTT 3.1.1 acknowledges a publish that it denies or finds too large. The only trace is that no
-chunk arrives after a grant, so that is counted and told.
+A broker that speaks MQTT 3.1.1 acknowledges even a publish that it denies or finds too large. The only sign is that no
+chunk arrives after a grant; such grants are counted and logged.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DENIED = (
     "what a device sends does not arrive: the broker may deny it, or take it for too large "
     "(its ACL; message_size_limit or max_packet_size against link.chunk_bytes)"
 )
-STAYS_AWAY = "a device that does not come back is let go with: metafleet devices revoke FLEET NAME"
+STAYS_AWAY = "to go on without a device that does not come back: metafleet devices revoke FLEET NAME"
 
 
 class FirstWait:
-    """The wait before round 1. limit_s: at most, from when the round could begin. invited(): devices that have a token
-    and have not used it."""
+    """The wait before round 1. limit_s: the longest wait, from when the round could begin. invited(): devices that have
+    not used their token yet."""
 
     def __init__(
         self, members: Members, limit_s: float, *, invited: Callable[[], Iterable[str]], clock: Callable[[], float],
@@ -49,10 +49,10 @@ class FirstWait:
 
 
 class Places:
-    """Replaces devices that left an open round by devices that are on and were not asked; else a round whose only
-    device broke would never end. The number of updates that the round needs stays.
+    """Replaces devices that left an open round by devices that are on and were not asked; without this, a round whose
+    only device broke would never end. The round needs as many updates as before.
 
-    seed, size: of cohorts, as in fleet.toml.
+    seed, size: ``seed`` and ``cohort`` of fleet.toml.
     """
 
     def __init__(self, members: Members, rounds: Rounds, seed: int, size: int, *, log: Callable[[str], None]):
@@ -60,9 +60,10 @@ class Places:
         self._asked = (0, set[str]())  # the round, and the devices asked since its last deadline
 
     def pass_on(self, opened: OpenRound, *, due: bool) -> bool:
-        """Whether the ledger has another cohort for the round now, with which it must be opened again.
+        """True if it gave the round another cohort in the ledger; the round must then be opened again.
 
-        due: the deadline has passed. Before it each device is asked once, so that failing devices do not take turns.
+        due: the deadline has passed. Before it, each device is asked only once, so that two failing devices do not
+        replace each other forever.
         """
         number, members = self._asked
         asked = {*opened.cohort} if due or number != opened.number else {*members, *opened.cohort}
@@ -84,7 +85,7 @@ class Places:
 
 
 class Waiting:
-    """Watches the uploads of the open round. deadline_s: how much longer a round waits that is below its quorum."""
+    """Watches the uploads of the open round. deadline_s: how much longer a round below its quorum waits."""
 
     def __init__(
         self, members: Members, rounds: Rounds, deadline_s: float, *, clock: Callable[[], float],
@@ -92,11 +93,11 @@ class Waiting:
     ):
         self._members, self._rounds, self._deadline_s = members, rounds, deadline_s
         self._clock, self._log = clock, log
-        self._grants: dict[str, int] = {}  # since the last chunk, of the devices that offered
+        self._grants: dict[str, int] = {}  # device with an offer -> grants since its last chunk
         self._ask_again = False
 
     def begin(self) -> None:
-        """A round was opened."""
+        """Starts watching a new round."""
         self._grants.clear()
         self._ask_again = False
 
@@ -110,15 +111,16 @@ class Waiting:
         self._grants[device] = 0
 
     def at_deadline(self, opened: OpenRound, wanted: int, missing: Collection[str]) -> bool:
-        """Below the quorum at the deadline: tells who is missing and waits on. True when the round must be announced
-        again so that devices that failed try again."""
+        """At the deadline of a round below its quorum: logs which devices are missing, and extends the deadline. True
+        if the round must be announced again, so that devices that failed try again."""
         text = f"round {opened.number}: {len(opened.delivered)} of {wanted} updates at the deadline, waiting on "
         self._wait_on(opened, text + self._names(opened, missing))
         again, self._ask_again = self._ask_again, False
         return again
 
     def all_answered(self, opened: OpenRound, wanted: int) -> None:
-        """Every device answered and too many failed: tells so once; they are asked again at the next deadline."""
+        """When every device has answered and too many failed: logs it once; they are asked again at the next deadline.
+        """
         if self._ask_again:
             return
         reasons = "; ".join(shortened([f"{name}: {why}" for name, why in sorted(opened.failed.items())]))
@@ -127,13 +129,13 @@ class Waiting:
         self._ask_again = True
 
     def _wait_on(self, opened: OpenRound, text: str) -> None:
-        """Tells why in the log and the ledger, and extends the deadline."""
+        """Writes the reason to the log and the ledger, and extends the deadline."""
         self._log(text)
         self._rounds.say_stalled(" ".join(text.split()))
         opened.extend(self._clock() + self._deadline_s)
 
     def _names(self, opened: OpenRound, missing: Collection[str]) -> str:
-        """Which devices are missing or failed, why, and what an operator can do."""
+        """Text: which devices are missing or failed, why, and what an operator can do."""
         parts = [f"{name} ({self._known(name)})" for name in sorted(missing)]
         parts += [f"{name} (failed: {why})" for name, why in sorted(opened.failed.items())]
         hints = [DENIED] if any(map(self._unheard, missing)) else []
@@ -152,7 +154,7 @@ class Waiting:
         return f"{self._members.standing(name)}; {said}"
 
     def _unheard(self, name: str) -> bool:
-        """Whether the device says that it sends and nothing arrives."""
+        """Whether the device says that it uploads, but nothing arrives."""
         if name in self._grants:
             return self._grants[name] >= SUSPICIOUS
         return self._members.alive(name) and self._members.phase(name) == "upload"

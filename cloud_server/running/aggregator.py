@@ -1,8 +1,8 @@
 """An aggregator that outlives a disk on which it cannot write.
 
-A write that fails closes the coordinator and drops what it held in memory, so that nothing half-written is carried on.
-When the disk takes writes again, the next coordinator starts from what is on it, the open round included: a full disk
-costs time, as a kill does.
+A failed write closes the coordinator and drops what it held in memory, so that nothing half-written is used. When the
+disk can be written again, the next coordinator starts from the files, including the open round: a full disk costs time,
+as a kill does, but no data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RETRY_S = 5.0
 
 
 class Aggregator:
-    """One coordinator after the other. The first one begins here: what is wrong at the start is raised.
+    """Runs one coordinator after the other. The constructor begins the first one, and raises its errors.
 
-    new_coordinator(): the next one, its link not yet open. state: the folder of its checkpoints. ``coordinator``: the
-    present one, or the last one while there is none. ``held_up``: why there is none now, or an empty text.
+    new_coordinator(): makes the next one, its link not yet open. state: the folder of the checkpoints. ``coordinator``:
+    the present one; while none runs, the last one. ``held_up``: why none runs now, or empty.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Aggregator:
         self.coordinator = self._begin()
 
     def step(self, timeout_s: float) -> bool:
-        """A step of the coordinator, or a pause and, when it is time, another attempt to begin one. Raises StateError
-        for a file that is damaged: that does not pass."""
+        """Does a step of the coordinator. If none runs, waits, and every ``RETRY_S`` tries to begin one. Raises
+        StateError for a damaged file, because waiting does not help there."""
         try:
             if not self.held_up:
                 return self.coordinator.step(timeout_s)
@@ -58,12 +58,12 @@ class Aggregator:
             self.coordinator.close()
 
     def keep_room(self) -> None:
-        """Reserves room on the disk for revoking, unless there is no room now."""
+        """Reserves disk space for revoking devices, unless the disk is full now."""
         disk_errors.reserve(self._state.parent)
 
     def _begin(self) -> Coordinator:
         storage.check_free_space(self._state, "round-*")
-        with self._ledger.transaction():  # refused where nothing can be written
+        with self._ledger.transaction():  # fails if nothing can be written
             if self._ledger.fact("stalled"):
                 self._ledger.set_facts(stalled="")
         begun = self._new_coordinator()
@@ -74,10 +74,11 @@ class Aggregator:
         self.coordinator = self._begin()
         self.held_up = ""
         self.keep_room()
-        self._log("the disk takes writes again: going on with what is on it")
+        self._log("the disk takes writes again: the aggregator continues from its files")
 
     def _hold_up(self, error: Exception) -> None:
-        """Said once, here and for ``server status`` if the ledger takes that."""
+        """Ends the coordinator. Says why once, in the log and, if it can be written, in the ledger for ``server
+        status``."""
         self._again_at = self._clock() + RETRY_S
         if self.held_up:
             return

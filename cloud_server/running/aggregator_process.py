@@ -37,7 +37,7 @@ from fleet_core.link.mqtt import MqttLink, check_plain, parse_url
 from fleet_core.protocol import topics
 
 TICK_S = 0.2
-MAX_QUEUED = 20_000  # messages to devices that all need one at the same time
+MAX_QUEUED = 20_000  # all devices of a large fleet may need a message at the same time
 VIEW_S = 1.0
 END_S = 5.0
 DEFAULT_PORT = 1883
@@ -96,7 +96,7 @@ def private_broker(
 
 
 def private_url(fleet: Fleet) -> str:
-    """The URL of the private broker on this machine, as it was last started."""
+    """The URL at which the private broker was last started on this machine."""
     path = fleet.folder / "broker" / URL_FILE
     return storage.read_bytes(path, limit=1024).decode() if path.exists() else DEFAULT_URL
 
@@ -216,13 +216,13 @@ def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool],
 
 @contextlib.contextmanager
 def _alerting(fleet: Fleet, aggregator: Aggregator, log: Log) -> Iterator[Callable[[], None]]:
-    """Looks for alerts in a thread, so that no round waits for it. Yields what logs them and publishes them, which the
-    thread may not do; what cannot be published now is published at a later call."""
+    """Looks for alerts in a thread, so that no round waits for it. Yields a function that logs and publishes them,
+    which the thread may not do; an alert that cannot be published now is published at a later call."""
     section = fleet.config.alerts
     if section is None:
         yield lambda: None
         return
-    from cloud_server.integrations import alert_senders  # urllib.request is memory that most do not need
+    from cloud_server.integrations import alert_senders  # urllib.request takes memory that most fleets do not need
 
     found: queue.SimpleQueue[str | alert_senders.Message] = queue.SimpleQueue()
     ended, unsent = threading.Event(), dict[str, bytes]()
@@ -282,8 +282,8 @@ def start(
     quiet: bool, console: int | None = None, tensorboard: str | None = None, mlflow: str | None = None,
 ) -> None:
     """``metafleet server start``: runs the aggregator, and a private broker if none is named, until a signal.
-    console: port of a page with the fleet, served by a process of its own; None for no page. tensorboard, mlflow: as
-    ``tracking.Options``, also in a process of its own."""
+    console: port of the console, which runs in another process; None for no console. tensorboard, mlflow: as in
+    ``tracking.Options``, also run in another process."""
     allocator.keep_freed()
     made = Fleet.load(folder)
     key_files.unlock(folder)

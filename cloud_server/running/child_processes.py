@@ -1,4 +1,5 @@
-"""Child processes with log files, which are restarted and ended together, and those beside them: console, tracking."""
+"""Child processes with log files: those of the demo, which are restarted and ended together, the console, the trackers.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from cloud_server.integrations import tracking
 from fleet_core.base import processes
 
 STOP_S = 10.0
-LAST_LOOK_S = 60.0  # in which the last rounds are written
-MAX_EXITS = 3  # a process that has ended so often is not started again
+LAST_LOOK_S = 60.0  # in this time the trackers write the last rounds
+MAX_EXITS = 3  # a process that has ended this often is not started again
 
 
 class ChildProcesses:
-    """The processes that were started here. All are ended on leaving the context.
+    """A context in which processes are started; all are ended on leaving it.
 
-    logs: folder of their log files. url: the broker, given to them as METAFLEET_BROKER.
+    logs: the folder for their log files. url: the broker's URL, which they get as METAFLEET_BROKER.
     """
 
     def __init__(self, logs: Path, url: str):
@@ -71,8 +72,8 @@ class ChildProcesses:
 
 @contextlib.contextmanager
 def console_beside(fleet: Path, say: Callable[[str], None], *options: str) -> Iterator[None]:
-    """``metafleet console`` on the fleet's folder as long as this context, with its messages in ``console.log`` there.
-    Its address is said."""
+    """Runs ``metafleet console`` on the fleet's folder as long as this context. Its address is said; its messages go to
+    ``console.log`` in the folder."""
     command = processes.command("cloud_server.commands.cli", "console", str(fleet), *options)
     with _beside("console", command, fleet / "console.log", say):
         yield
@@ -83,8 +84,8 @@ def tracking_beside(
     options: tracking.Options, folder: Path, say: Callable[[str], None], *, fleet: Path | None = None,
     runs: Sequence[Path] = (),
 ) -> Iterator[None]:
-    """Writes the rounds of a fleet or of runs to the trackers as long as this context; messages in ``tracking.log`` in
-    ``folder``. Raises ConfigError for a tracker that is not installed."""
+    """Writes the rounds of a fleet or of runs to the trackers as long as this context. Messages go to ``tracking.log``
+    in ``folder``. Raises ConfigError for a tracker that is not installed."""
     if not options.wanted:
         yield
         return
@@ -101,8 +102,8 @@ def tracking_beside(
 def _beside(
     name: str, command: Sequence[str], path: Path, say: Callable[[str], None], stop_s: float = STOP_S
 ) -> Iterator[None]:
-    """A process as long as this context, with its messages in ``path``. Its first line on stdout is said, or why there
-    is none; without it everything else goes on."""
+    """Runs a process as long as this context, with its messages in ``path``. Says its first line on stdout, or why it
+    did not start; if it did not, the rest goes on without it."""
     with open(path, "wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,

@@ -25,10 +25,10 @@ HEARTBEAT_SUPPORT_S = 300.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command's options; written to demo.json, so that an unfinished run continues with the same ones.
+    """The command's options. They are written to demo.json, so that an unfinished run continues with the same ones.
 
-    support_s: seconds that a new device learns from; None for 300 s of heart beats, and for a file the same share of
-    the time as the devices that train. window, stride: to cut a file of readings. codec: as in
+    support_s: seconds that a new device learns from; None: 300 s of heart beats, and in a file the same share of the
+    time as devices that train. window, stride: how a file of readings is cut into windows. codec: as in
     ``codec_catalogue.chosen``; None for the default. engine: ``[train] engine`` of the devices that train.
     """
 
@@ -65,7 +65,7 @@ def run_folder(options: Options, out: Path | None) -> Path:
 
 
 def _options_of(note: Path) -> Options:
-    """The options of an earlier run. Raises ConfigError."""
+    """The options of an earlier run. Raises ConfigError for an unreadable file."""
     try:
         known, problems = schema.read(Options, json.loads(storage.read_bytes(note, limit=1 << 16)))
     except ValueError as error:

@@ -24,9 +24,9 @@ METHOD = "fedavg-meta"
 
 
 def baseline_toml(live: FleetConfig) -> str:
-    """fleet.toml of the same fleet with FedAvg: same model, rounds, cohort, seed and local SGD; fp32 updates.
+    """fleet.toml of the same fleet with FedAvg: the same model, rounds, cohort, seed and local SGD; fp32 updates.
 
-    A method with a server optimizer has no comparable local SGD; FedAvg then keeps its default one.
+    A method with a server optimizer has no comparable local SGD; FedAvg then keeps its defaults.
     """
     hyper = METHODS[METHOD].hyper
     theirs, _ = schema.read(METHODS[live.fleet.method].hyper, live.hyper)

@@ -1,6 +1,6 @@
-"""A fleet in one process on the loopback link: the real aggregator and agents, training inline.
+"""Runs a fleet in one process on the loopback link, with the real aggregator and agents.
 
-Time is virtual and advances only while everybody is idle, so that no device seems silent while another one trains.
+Time is virtual and advances only while all are idle, so that no device seems silent while another one trains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``metafleet server install``: the aggregator of a fleet as a systemd service."""
+"""``metafleet server install``: installs the aggregator of a fleet as a systemd service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WantedBy={target}
 
 @dataclass(frozen=True)
 class Service:
-    """A service of a fleet. path: of its unit file. user: whether it is of the calling user alone, not the system's."""
+    """A fleet's service. path, text: its unit file. user: it is a service of the calling user, not of the system."""
 
     path: Path
     text: str
@@ -64,7 +64,7 @@ def service_of(
     fleet's folder. home: of the calling user. passphrase: the file with the passphrase of the fleet's keys; systemd
     reads it as root and shows it to the service alone. It decrypts one that ends in .cred, as systemd-creds makes it.
 
-    Raises ConfigError if that owner is root, or a path cannot stand in a unit file."""
+    Raises ConfigError if that owner is root, or a path cannot be written in a unit file."""
     folder = fleet.folder.resolve()
     command = processes.command("cloud_server.commands.cli", "server", "start", str(folder), "--quiet", *options)
     secret = () if passphrase is None else (str(passphrase.resolve()),)
@@ -88,7 +88,7 @@ def _credential(path: str) -> str:
 def _owner(folder: Path) -> str:
     uid = folder.stat().st_uid
     if uid == 0:
-        raise ConfigError("belongs to root, as whom an aggregator should not run", where=str(folder),
+        raise ConfigError("belongs to root, and an aggregator should not run as root", where=str(folder),
                           hint=f"sudo useradd --system metafleet; sudo chown -R metafleet {typed(folder)}")
     try:
         return pwd.getpwuid(uid).pw_name

@@ -1,8 +1,8 @@
 """Answers from samples, and how a device personalizes the model that answers. No torch.
 
 ``service`` answers and switches models. ``personalizers`` decides how to personalize, ``personalization`` makes, stores
-and opens what a personalizer needs, ``predictor`` computes probabilities. ``stored_models`` opens the models in the
-slots. ``relearn`` personalizes again and learns new samples while the device answers. ``worse_model_check`` refuses a
-model that does worse on the device's held-back samples. ``bundle_check`` checks a bundle.
-``embedded_support`` keeps embedded samples.
+and opens a personalization, ``predictor`` computes probabilities. ``stored_models`` opens the models in the slots.
+``relearn`` personalizes again and learns new samples while the device answers. ``worse_model_check`` refuses a model
+that does worse on the device's held-back samples. ``bundle_check`` checks a bundle. ``embedded_support`` caches
+embedded samples.
 """

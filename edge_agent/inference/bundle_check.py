@@ -47,8 +47,9 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Passed:
-    """The largest error of each check: golden outputs by graph, golden logits by number of gradient steps. int8: of the
-    quantized encoder, relative to the norm of the embeddings; None without one."""
+    """The largest error of each check. graphs: graph -> error of its golden outputs. steps: number of gradient steps ->
+    error of the golden logits. int8: error of the quantized encoder, relative to the norm of the embeddings; None
+    without one."""
 
     onnxruntime: str
     graphs: Mapping[str, float]
@@ -121,7 +122,7 @@ def _check_steps(graph: Graph) -> dict[str, float]:
 
 
 def _check_larger_support(graph: Graph, weights: Params, adapted: Mapping[str, Array]) -> None:
-    """adapted: after one step on the golden samples."""
+    """Checks that repeated samples give the same step. adapted: the arrays after one step on the golden samples."""
     x, y, start = graph.golden["x"], graph.golden["y"], storage.flatten(weights)
     repeated = _adapted(graph, weights, _repeated(x, SUPPORT_REPEATS), _repeated(y, SUPPORT_REPEATS), 1)
     for key, once in adapted.items():
@@ -212,7 +213,8 @@ def _repeated(array: Array, times: int) -> Array:
 
 
 def main(arguments: list[str]) -> None:
-    """Raises BundleError also if torch was imported: a device has none."""
+    """Prints the result as JSON. Raises BundleError for a wrong bundle, and if torch was imported, which a device
+    lacks."""
     passed = check(device_bundle.read(Path(arguments[0])))
     if "torch" in sys.modules:
         raise BundleError("the check imported torch, which a device does not have")

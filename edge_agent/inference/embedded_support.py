@@ -29,7 +29,8 @@ class Support:
 
     @classmethod
     def of(cls, embed: Embed, x: Array, y: Array, cached: Support | None = None) -> Support:
-        """Raw samples x [S, *shape] with labels y int64 [S]; embeds only those that are not ``cached``."""
+        """The support of raw samples x [S, *shape] with labels y int64 [S]. Embeds only samples that are not
+        ``cached``."""
         marks = marks_of(x)
         row_of = {} if cached is None else {mark.tobytes(): row for row, mark in enumerate(cached.marks)}
         rows = np.array([row_of.get(mark.tobytes(), -1) for mark in marks], np.int64)
@@ -42,12 +43,12 @@ class Support:
         return cls(z, np.asarray(y, np.int64), marks)
 
     def extended(self, z: Array, x: Array, y: Array) -> Support:
-        """With more raw samples x, whose embeddings are z, and their labels y."""
+        """This support with more raw samples x, their embeddings z and labels y."""
         joined = (np.concatenate(pair) for pair in ((self.z, z), (self.y, y), (self.marks, marks_of(x))))
         return Support(*joined)
 
     def arrays(self) -> dict[str, Array]:
-        """As stored; empty above ``MAX_CACHED``."""
+        """The arrays to store; empty if the embeddings exceed ``MAX_CACHED``."""
         return {} if self.z.size > MAX_CACHED else {"z": self.z, "y": self.y, "marks": self.marks}
 
     @classmethod

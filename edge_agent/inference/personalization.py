@@ -43,9 +43,9 @@ AGAIN = "personalize again"
 
 @dataclass(frozen=True, eq=False)
 class Personalization:
-    """how: ``proto``, ``head``, ``knn``, ``gp``, or the personalizer that took gradient steps. model, round: of the
-    served model that it was made for; it is invalid with any other. classes: names of the labels, the fleet's first.
-    settings: plain values that answering needs."""
+    """how: ``proto``, ``head``, ``knn``, ``gp``, or the personalizer that took gradient steps. model, round: id and
+    round of the served model that it was made for; it is invalid with any other. classes: names of the labels, the
+    fleet's first. settings: plain values that answering needs."""
 
     how: str
     model: str
@@ -93,7 +93,7 @@ class Personalization:
 
     @property
     def prototypes(self) -> Prototypes:
-        """Raises StateError."""
+        """The class means. Raises StateError if they are missing or invalid."""
         return Prototypes.checked(self.arrays, self.model, str(self.settings.get("distance", "squared")))
 
 
@@ -101,7 +101,7 @@ class Personalization:
 
 
 def from_weights(how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array]) -> Personalization:
-    """The device's personal weights ``arrays``, as ``group/name``."""
+    """A personalization by gradient steps. arrays: the device's personal weights, as ``group/name``."""
     return Personalization(how, weights.model, weights.round, classes, dict(arrays), {})
 
 
@@ -109,10 +109,10 @@ def from_samples(
     plan: Plan, graph: Graph, weights: Weights, samples: Samples, cached: Personalization | None = None, *,
     quantile: float, int8: bytes = b"",
 ) -> Personalization:
-    """Class means, a fitted head, neighbours or Gaussian processes from raw samples.
+    """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples.
 
-    cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: of the
-    threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
+    cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: sets
+    the threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
     Raises StateError, DataError, BundleError, CodecError.
     """
     encoder = open_encoder(graph, weights, int8)
@@ -150,9 +150,9 @@ def _neighbours_share(
 
 
 def extended(personal: Personalization, embed: Embed, new: Samples) -> Personalization | None:
-    """``personal`` with more raw samples; embeds only these. ``new.classes`` starts with ``personal.classes``.
+    """``personal`` with more raw samples; embeds only these. ``new.classes`` must start with ``personal.classes``.
 
-    None if this needs samples that are not stored as embeddings: everything must be made again.
+    None if the embeddings of earlier samples are needed and not stored; everything must then be made again.
     """
     support = personal.support
     if not personal.embeds or (support is None and personal.how != "proto"):
@@ -167,7 +167,7 @@ def extended(personal: Personalization, embed: Embed, new: Samples) -> Personali
 
 
 def _fitted(personal: Personalization, support: Support, means: Prototypes | None) -> Personalization:
-    """``personal`` with all its arrays. means: of ``support``, if they are known already."""
+    """``personal`` with all its arrays. means: the class means of ``support``, if known."""
     settings, n_classes = dict(personal.settings), len(personal.classes)
     if means is None:
         means = Prototypes.empty(n_classes, support.z.shape[1], personal.model, str(settings["distance"]))
@@ -185,7 +185,7 @@ def _named(means: Prototypes) -> dict[str, Array]:
 
 
 def _padded(limit_N: Array, n_classes: int) -> Array:
-    """New classes get the threshold of the others: it is the same for all."""
+    """Gives new classes the threshold of the others, which is the same for all classes."""
     return np.pad(limit_N, (0, n_classes - len(limit_N)), mode="edge")
 
 

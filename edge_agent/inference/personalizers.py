@@ -34,8 +34,9 @@ class Plan:
     kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``steps``: gradient steps by the graph ``adapt``; ``trainer``:
     gradient steps by torch; ``left``: the method's own personalizer cannot run here.
     how: the personalizer's name in answers.
-    steps, rate: number and learning rate of gradient steps, or the steps of a fitted head; rate None: it is learned.
-    distance: of class means. neighbours, mixture: of ``knn``. gaussian: of Gaussian processes.
+    steps, rate: number and learning rate of gradient steps, or the steps of a fitted head; rate None: the fleet learns
+    the rates. distance: the distance to class means. neighbours, mixture: options of ``knn``. gaussian: options of
+    Gaussian processes.
     int8: embed with the quantized encoder if the slot has one.
     """
 

@@ -32,7 +32,7 @@ class UnknownDetector:
     thresholds: Thresholds
 
     def unknown(self, z_nD: Array) -> Array:
-        """bool [n]."""
+        """bool [n]: whether each embedded sample is of an unknown class."""
         return self.thresholds.unknown(z_nD, self.means)
 
 
@@ -40,8 +40,8 @@ class UnknownDetector:
 class Predictor:
     """Raw samples -> probabilities.
 
-    session: an encoder with ``prototypes``, a ``fitted`` head, ``neighbours`` or Gaussian ``processes``; or a model
-    with a head. encoder: beside a model with a head, embeds for ``neighbours``.
+    session: an encoder, used with ``prototypes``, a ``fitted`` head, ``neighbours`` or Gaussian ``processes``; or a
+    model with a head. encoder: embeds samples for ``neighbours`` if ``session`` is a model with a head.
     """
 
     session: Session
@@ -83,7 +83,8 @@ class Predictor:
         return self.of_outputs(out, out if self.encoder is None else self.encoder.run(x))
 
     def of_outputs(self, out: Array, z: Array) -> tuple[Array, Array | None]:
-        """As ``answers``. out: the session's output. z: the encoder's output, or ``out`` again without an encoder."""
+        """``answers`` from outputs. out: the session's output. z: the encoder's output, or ``out`` without an
+        encoder."""
         unknown = None if self.unknown_detector is None else self.unknown_detector.unknown(z)
         if self.neighbours is not None:
             has_head = self.encoder is not None

@@ -38,8 +38,9 @@ _learning = threading.Lock()
 
 @dataclass(frozen=True)
 class Personalized:
-    """how: the personalizer. samples: used, of all ``of`` samples of these classes. left_out: samples of the device's
-    own classes, which this personalizer cannot learn. per_class: samples by class."""
+    """how: the personalizer. samples: number of samples used. of: number of all samples of these classes. left_out:
+    number of samples of the device's own classes, which this personalizer cannot learn. per_class: class -> samples.
+    """
 
     how: str
     samples: int
@@ -49,7 +50,7 @@ class Personalized:
 
 
 def personalize(service: Service, choice: Personalize | None = None) -> Personalized:
-    """Personalizes the model that answers again, on all samples. choice: replaces the stored one. Blocks the thread
+    """Personalizes the model that answers again, on all samples. choice: replaces the stored choice. Blocks the thread
     while a child process takes gradient steps.
 
     Raises ConfigError if ``choice`` is impossible, StateError if only the trainer can take the steps, DataError without
@@ -111,11 +112,11 @@ def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
         if own_classes and (label in known or (new and re.fullmatch(LABEL, label))):
             continue
         near = schema.suggest(label, known)
-        hint = "a class of this device alone takes class means, a fitted head or neighbours: --by proto, head or knn"
+        hint = "a class of this device alone needs class means, a fitted head or neighbours: --by proto, head or knn"
         raise ConfigError(
             f"unknown class '{label[:80]}'" + (f" (did you mean '{near}'?)" if near else ""),
             expected="one of " + ", ".join(known if own_classes else fleet),
-            hint="--new-class (over HTTP: new_classes), if it is one of this device alone" if own_classes else hint,
+            hint="--new-class (over HTTP: new_classes), if it is a class of this device alone" if own_classes else hint,
         )
 
 
@@ -148,7 +149,7 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
                 service.local().take_back(total - len(x), x)
             why, hint = (error.why, WORSE_BY) if isinstance(error, WorseModel) else (error.what, error.hint)
             raise DataError(f"not kept, because with these samples: {why}", hint=hint) from error
-        except (StateError, RoundError) as error:  # the trainer uses them in the next round
+        except (StateError, RoundError) as error:  # the trainer uses the samples in the next round
             return {**facts, **_answering(service), "counts_later": error.what}
         return {**facts, **_answering(service), "personalization": how}
 
@@ -159,8 +160,8 @@ def _answering(service: Service) -> dict[str, Any]:
 
 
 def _extend(service: Service, x: Array, labels: Sequence[str], total: int) -> str:
-    """Extends the personalization by these samples and embeds only them. Its personalizer; empty if everything must be
-    made again."""
+    """Extends the personalization by these samples, and embeds only them. Returns its personalizer; empty if everything
+    must be made again."""
     base, served = service.slots.stamp(), service.stored.served(service.slots.pointer().slot)
     personal = service.stored.personalization(served.slot)
     plan = service.stored.plan(served.graph, served.method, served.hyper)
@@ -176,7 +177,7 @@ def _extend(service: Service, x: Array, labels: Sequence[str], total: int) -> st
 
 
 def _embed(service: Service, served: Served, personal: Personalization) -> Embed:
-    """The encoder of ``personal``: the session that answers if it is the same one."""
+    """The encoder of ``personal``: the open session if it has the same encoder."""
     now = service.answering
     if now is not None and (now.model, now.graph) == (served.weights.model, personal.graph):
         return now.predictor.embedder.run

@@ -2,7 +2,7 @@
 
 The model that answers is replaced by one assignment in memory and one rename on the disk (``slots``): no answer mixes
 two models. A new model answers only after a check: finite answers, and not much worse accuracy on the device's
-held-back samples than before. One that fails is rolled back, and not tried again until the next round.
+held-back samples than before. A model that fails is rolled back, and not tried again until the next round.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ class Service:
         self._evaluator = Evaluator()
         self._changing = threading.RLock()
         self.answered = 0
-        """Samples since the start."""
+        """Number of samples answered since the start."""
         self.last_answer_s: float | None = None
-        """Unix time."""
+        """Unix time of the last answer."""
         self._counting = threading.Lock()
         self._stamp: tuple[Any, ...] = ()
 
     @property
     def layout(self) -> Layout:
-        """Raises BundleError before a graph has arrived."""
+        """The layout of the fleet's model. Raises BundleError before a graph has arrived."""
         if self.graph is None:
             raise BundleError("no graph has arrived yet", hint="wait for the aggregator, or check the broker's address")
         return self.graph.layout
 
     def install(self, graph_id: str, graph: Graph) -> None:
-        """Sets the graph for the weights to come. Its golden outputs are checked before it first answers, so that a
-        device that only trains needs no onnxruntime. The model before answers until new weights arrive."""
+        """Sets the graph for the next weights. Its golden outputs are checked before it first answers, so that a device
+        that only trains needs no onnxruntime. The present model answers until new weights arrive."""
         self.graph, self.graph_id = graph, graph_id
         self.stored.cache_graph(graph_id, graph)
         self.model, self._unpersonalized, self._last_checked = None, None, None
@@ -98,7 +98,7 @@ class Service:
         return self.layout.classes
 
     def checked_graph(self) -> Graph:
-        """Raises BundleError before a graph has arrived, and if it does not give its golden outputs."""
+        """The graph. Raises BundleError before one has arrived, and if it does not give its golden outputs."""
         if self.graph is None:
             raise BundleError("no graph has arrived yet")
         self.stored.check_golden_outputs(self.graph_id or "", self.graph)
@@ -109,7 +109,8 @@ class Service:
         return self.stored.local(self.layout)
 
     def answers_with(self, ref: ModelRef, method: Method) -> bool:
-        """Whether this model is the latest one or was rolled back. With personal groups its round must match too."""
+        """Whether this is the latest model, even if it was rolled back. With personal groups, its round must match
+        too."""
         back = self.rolled_back
         if back is not None and (back.model, back.round) == (ref.model, ref.round):
             return True
@@ -127,10 +128,11 @@ class Service:
         return self.stored.plan(self.checked_graph(), method, hyper, trainer=trainer)
 
     def load(self, method: Method, hyper: Mapping[str, Any], weights: Weights, *, trainer: bool = False) -> Plan:
-        """Takes new weights. If the plan needs no gradient steps, they are personalized, checked and answer at once.
+        """Takes new weights. If the plan needs no gradient steps, they are personalized and checked, and answer at
+        once.
 
-        Else the caller has the steps taken and calls ``adapted``; until then the weights answer unpersonalized, unless
-        a personalized model answers. Raises FleetError.
+        Otherwise the caller lets the steps be taken and calls ``adapted``; until then the weights answer
+        unpersonalized, unless a personalized model answers. Raises FleetError.
         """
         with self._changing:
             parameters = hyper_of(method, hyper)
@@ -149,8 +151,8 @@ class Service:
             return plan
 
     def adapted(self, arrays: Mapping[str, Any]) -> None:
-        """The personal weights after gradient steps, as ``group/name``. Raises StateError if they cannot be stored: the
-        served model must then be fetched again."""
+        """Takes the personal weights after gradient steps, as ``group/name``. Raises StateError if they cannot be
+        stored; the served model must then be fetched again."""
         with self._changing:
             model = self.model
             if model is None or self.slots.slot_of(model) == "":
@@ -169,7 +171,7 @@ class Service:
         return adapter.job(graph, f"slots/{self._slot}/serve", self.model or "", self.local(), plan.steps, plan.rate)
 
     def _staged(self, method: Method, hyper: Mapping[str, Any], parameters: Any, weights: Weights) -> Served:
-        """The new weights in the slot that does not answer. parameters: ``hyper`` as the method reads it."""
+        """Writes the new weights to the slot that does not answer. parameters: ``hyper`` as the method reads it."""
         graph, graph_id = self.checked_graph(), self.graph_id or ""
         with_facts = replace(weights, facts=facts_of(method.name, hyper, graph_id))
         with self.slots.writing():
@@ -189,7 +191,7 @@ class Service:
             return self._roll_back(served.weights, str(error))
         self._last_checked = new
         good = gives_probabilities(new.predictor, self.checked_graph())
-        why = self._why_worse(new) if good else "answers that are no probabilities"
+        why = self._why_worse(new) if good else "its answers are not probabilities"
         if why:
             return self._roll_back(served.weights, why)
         with self.slots.writing():
@@ -198,7 +200,7 @@ class Service:
             self._switch(new)
 
     def _switch(self, new: Answering) -> None:
-        """``new`` answers from now on, in memory and on the disk. The caller holds the slots' lock."""
+        """Lets ``new`` answer from now on, in memory and on the disk. The caller must hold the slots' lock."""
         pointer = self.slots.pointer()
         if pointer.slot != new.slot or pointer.rolled_back is not None:
             self.slots.point(replace(pointer, slot=new.slot, rolled_back=None))
@@ -238,8 +240,8 @@ class Service:
             return ""
 
     def follow(self) -> bool:
-        """Opens what another process has changed on the disk: weights or a personalization. True if something changed.
-        Raises FleetError if it cannot answer; the model before goes on."""
+        """Opens weights or a personalization that another process has written. True if something changed. Raises
+        FleetError if the new model cannot answer; the present model then continues."""
         if self.slots.stamp() == self._stamp:
             return False
         with self._changing:
@@ -259,22 +261,22 @@ class Service:
             return True
 
     def _adopt(self, served: Served, opened: Answering) -> None:
-        """A slot's model answers and is the latest."""
+        """Lets a slot's model answer, as the latest one."""
         if self.graph is None or self.graph_id != served.graph_id:
             self.install(served.graph_id, served.graph)
         self.answering, self.method, self._slot = opened, served.method, served.slot
         self.model, self.round = opened.model, opened.round
 
     def switch_personalization(self, personal: Personalization | None, served: Served, base: tuple[Any, ...]) -> bool:
-        """A slot's model answers with another personalization from now on, in memory and on the disk. False if the disk
-        has changed since ``base`` (``Slots.stamp``).
+        """Lets a slot's model answer with another personalization, in memory and on the disk. False, without a change,
+        if the disk has changed since ``base`` (``Slots.stamp``).
 
         Raises FleetError, among them WorseModel if the held-back samples would be answered worse; nothing changes then.
         """
         with self._changing:
             new = self.stored.open(personal, served, self.answering)
             if not gives_probabilities(new.predictor, served.graph):
-                raise StateError("the personalized model gives answers that are no probabilities")
+                raise StateError("the personalized model gives answers that are not probabilities")
             why = self._why_worse(new)
             if why:
                 raise WorseModel(why)
@@ -312,7 +314,7 @@ class Service:
         return (opened.model, opened.round) == (self.model, self.round)
 
     def answer(self, question: Question) -> Answer:
-        """Raises FleetError if the question has no answer."""
+        """The answer to a question. Raises FleetError if there is none."""
         try:
             raw = base64.b64decode(question.x, validate=True)
             x = np.frombuffer(raw, dtype=np.dtype(question.dtype).newbyteorder("<")).reshape(question.shape)

@@ -41,9 +41,9 @@ NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 class Answering:
     """The model that answers.
 
-    model, round: of the served model that it was made from. how: its personalizer, or ``none``. classes: of the
-    probabilities, the fleet's and then the device's own. slot: where it is stored. graph: ``embed`` or ``embed-int8``,
-    which embeds the device's samples and the queries; ``predict`` if nothing is embedded.
+    model, round: id and round of the served model that it was made from. how: its personalizer, or ``none``. classes:
+    the classes of the probabilities, first the fleet's and then the device's own. slot: where it is stored. graph:
+    ``embed`` or ``embed-int8``, which embeds the device's samples and the queries; ``predict`` if nothing is embedded.
     """
 
     predictor: Predictor
@@ -77,7 +77,7 @@ class Answering:
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A served model in its slot. hyper: the method's hyper-parameters. graph: the one that the weights fit."""
+    """A served model in its slot. hyper: the method's hyper-parameters. graph: the graph that the weights fit."""
 
     slot: str
     method: Method
@@ -103,7 +103,7 @@ class StoredModels:
     # Graphs -----------------------------------------------------------------------------------------------------------
 
     def graph_path(self, weights: Weights | None) -> Path | None:
-        """File of the graph that ``weights`` fit, or the latest one; None if there is none."""
+        """The file of the graph that ``weights`` fit, or else of the latest graph; None if there is none."""
         graph = "" if weights is None else weights.facts.get("graph", "")
         path = self.home.graph_path(graph)
         return path if graph and path.exists() else self.home.latest_graph()
@@ -119,7 +119,7 @@ class StoredModels:
         return self.graph_at(path)
 
     def graph_at(self, path: Path) -> tuple[str, Graph]:
-        """(id, graph). Raises BundleError."""
+        """(id, graph) in a file. Raises BundleError."""
         graph_id = path.stem.partition("-")[2]
         if self._graph is None or self._graph[0] != graph_id:
             self._graph = graph_id, graph_bundle.read(path)
@@ -165,8 +165,8 @@ class StoredModels:
         return personal if personal.model == self.home.held(f"slots/{slot}/serve") else None
 
     def restored(self, served: Served) -> Answering:
-        """The model in a slot with its personalization, which is made again if that takes samples only. Raises
-        FleetError."""
+        """The model in a slot with its personalization, which is made again if it is missing and samples are enough to
+        make it. Raises FleetError."""
         personal = self.personalization(served.slot)
         if personal is None or personal.round != served.weights.round:
             plan = self.plan(served.graph, served.method, served.hyper)
@@ -188,8 +188,8 @@ class StoredModels:
     def personalize_from_samples(
         self, plan: Plan, served: Served, cached: Personalization | None = None
     ) -> Personalization:
-        """Class means, a fitted head, neighbours or Gaussian processes from all samples of this device, by the int8
-        encoder if the plan wants it and the slot has it. cached: an earlier one. Raises FleetError."""
+        """A personalization from all samples of this device, with the int8 encoder if the plan asks for it and the slot
+        has it. cached: an earlier one, whose embeddings may be reused. Raises FleetError."""
         self.check_golden_outputs(served.graph_id, served.graph)
         data = self.local(served.graph.layout)
         personal = personalization.from_samples(
@@ -203,7 +203,8 @@ class StoredModels:
         unpersonalized: Predictor | None = None,
     ) -> Answering:
         """The served model with ``personal``, or unpersonalized for None. before: the model that answers now, whose
-        sessions are reused if they are the same. unpersonalized: of ``served``, if it is open. Raises FleetError."""
+        sessions are reused if they are the same. unpersonalized: the open predictor of ``served``, if there is one.
+        Raises FleetError."""
         self.check_golden_outputs(served.graph_id, served.graph)
         weights, layout = served.weights, served.graph.layout
         if personal is None:
@@ -225,7 +226,7 @@ class StoredModels:
         )
 
     def not_personalized(self, served: Served) -> StateError:
-        """The error for a method that cannot answer without a personalization that is missing, with what to do."""
+        """The error if the method cannot answer without a personalization and none is there; it says what to do."""
         plan = self.plan(served.graph, served.method, served.hyper)
         of = "from its own samples" if plan.kind in EMBEDS else "with weights of its own"
         what, hint = f"with {served.method.name} a device answers {of}", "edge-agent personalize"
@@ -240,7 +241,8 @@ class StoredModels:
 
 
 def unpersonalized_predictor(graph: Graph, method: Method, weights: Weights) -> Predictor | None:
-    """None if the weights are no complete model. Raises BundleError, CodecError."""
+    """The predictor of unpersonalized weights; None if they are not a complete model. Raises BundleError,
+    CodecError."""
     if not answers_unpersonalized(method, graph):
         return None
     return Predictor.head(graph, trees.only(weights.params, MODEL_GROUPS))

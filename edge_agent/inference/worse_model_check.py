@@ -31,7 +31,8 @@ WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 
 class WorseModel(StateError):
-    """The new personalization answers the held-back samples worse; the model before goes on. why: both accuracies."""
+    """The new personalization answers the held-back samples worse, so the model before it stays. why: both
+    accuracies."""
 
     def __init__(self, why: str):
         self.why = why
@@ -76,7 +77,7 @@ class Evaluator:
         return self._counts[predictor]
 
     def evaluations(self, stages: Mapping[str, Predictor | None], method: str, data: LocalData) -> list[Evaluation]:
-        """Of each stage that has a predictor; empty if nothing is held back."""
+        """The evaluation of each stage that has a predictor; empty if nothing is held back."""
         counts = {s: None if predictor is None else self.counts(predictor, data) for s, predictor in stages.items()}
         return [Evaluation(stage, method, _rows(found)) for stage, found in counts.items() if found is not None]
 
@@ -129,7 +130,7 @@ def _baseline(data: LocalData) -> Alone | None:
 
 
 def _rows(counts_NN: Array) -> Rows:
-    """Confusion counts as a message has them."""
+    """Confusion counts in the form of a message."""
     return tuple(tuple(map(int, row)) for row in counts_NN)
 
 

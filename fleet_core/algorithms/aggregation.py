@@ -61,6 +61,12 @@ def _sum(parts: Iterator[Params]) -> tuple[Params, int]:
     return result, count
 
 
+def running_mean(before: Params, mean: Params, count: int, members: int) -> Params:
+    """``before`` + min(1, count / members) · (``mean`` − ``before``). mean: of the models of ``count`` devices."""
+    share = min(1.0, count / members)
+    return trees.apply(lambda old, new: old + (new - old) * share, before, mean)
+
+
 def total(updates: Iterable[Update], value: Callable[[Update], Params]) -> tuple[Params, int]:
     """(sum of ``value(update)``, number of updates), for updates in closing order. Raises ValueError without any."""
     return merge(bucket_sums(updates, value))

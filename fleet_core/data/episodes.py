@@ -47,7 +47,8 @@ class Splits:
     """An endless iterator of (support indices, query indices): disjoint, at random, whatever their classes.
 
     Args:
-        samples: of the device; with fewer than both batches it draws all in the same proportion, at least one of each.
+        samples: number of samples of the device. If both batches need more, all are drawn in the same proportion, at
+            least one for each.
         support_batch, query_batch, rng, passes: as in ``Episodes``.
 
     Raises DataError for fewer than two samples.

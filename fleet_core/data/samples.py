@@ -39,7 +39,7 @@ class Samples:
     """x [N, ...] float32 (readings), uint8 (bytes, such as images) or int64 (tokens, such as texts); y int64 [N];
     client str [N] or None; time float64 [N] in seconds or None.
 
-    classes: names of the labels 0..C-1, or None. notes: for people, about how the file was read.
+    classes: names of the labels 0..C-1, or None. notes: sentences for the user about how the file was read.
     """
 
     x: NDArray[Any]
@@ -97,13 +97,13 @@ def load(
     classes: the fleet's names of the labels. Text labels are mapped to them, and so are whole numbers when the file
         names its own classes; other labels are refused. Without ``classes``: the file's own, or the sorted names that
         occur.
-    dtype: of the model's samples. Whole numbers are converted to it if it can represent them all; bytes are never
+    dtype: dtype of the model's samples. Whole numbers are converted to it if it can represent them all; bytes are never
         converted to float32. Without ``dtype`` bytes stay bytes; other whole numbers are tokens (int64) if a sample has
         one axis and every number is below the number of classes, else readings (float32).
-    shape: of the model's samples; others are refused. A table of readings is cut into windows of this shape.
+    shape: shape of the model's samples; others are refused. A table of readings is cut into windows of this shape.
     window, stride: without ``shape``, the readings in a window and between the starts of two windows, for a table of
         readings.
-    limit_bytes: of the file's arrays, unpacked.
+    limit_bytes: the largest size of the file's arrays, unpacked.
 
     Raises DataError that names file, array and row.
     """

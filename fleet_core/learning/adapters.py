@@ -1,10 +1,10 @@
-"""Low-rank adapters: beside a linear layer or a convolution W a product B A of few values, so that it computes
-W x + B A x.
+"""Low-rank adapters: a product B A of two small matrices is added to a linear layer or convolution W, which then
+computes W x + B A x.
 
 Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", 2021, eq. 3.
-B is zero at the start, so that a model begins as it is without adapters. Deviations: A is drawn as torch draws the
+B is zero at the start, so that a model begins as it would without adapters. Deviations: A is drawn as torch draws the
 weights of such a layer (paper: Gaussian), so that a seed is enough for the first model; α = r, so that B A is not
-scaled. A convolution's A is one with the same kernel and ``rank`` channels, its B one with kernel 1.
+scaled. For a convolution, A is a convolution with the same kernel and ``rank`` channels, B one with kernel 1.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Adapted(nn.Module):
 
 
 def with_adapters(model: nn.Module, rank: int, besides: str = "head") -> int:
-    """Gives every linear layer and every convolution without groups of ``model`` an adapter, but for the child
-    ``besides``; returns how many there are."""
+    """Adds an adapter to every linear layer and every convolution without groups in ``model``, except in the child
+    ``besides``. Returns the number of adapters."""
     found = 0
     for name, child in list(model.named_children()):
         if name == besides:

@@ -8,7 +8,7 @@
 | lenet-lim | conv2×2-16, maxpool2, conv2×2-32, maxpool2, fc 120, fc 84 | Lim et al. 2024, §4.1 |
 | cnn-leaf | conv5×5-32, maxpool2, conv5×5-64, maxpool2, fc 2048, padded | Chen et al. 2018, A.1; LEAF |
 | conv4 | four times conv3×3-64, GroupNorm, ReLU, maxpool2 | Snell et al., NeurIPS 2017; Vinyals et al. 2016 |
-| cnn1d | strided convolutions with GroupNorm on series, flattened | of this project, for aligned windows |
+| cnn1d | strided convolutions with GroupNorm on series, flattened | this project, for aligned windows |
 | ds-cnn | a convolution, three depthwise-separable ones, pooled over all positions | after Zhang et al. 2017 |
 | char-lstm | characters 8 wide, two LSTM layers of 256, the last state | Chen et al. 2018, A.1; LEAF |
 
@@ -205,8 +205,8 @@ class LeafCnn(TwoConvolutions):
 class Conv4(nn.Module):
     """The few-shot network of Vinyals et al. and Snell et al. on images [C, H, W], with GroupNorm instead of BatchNorm.
 
-    groups: of GroupNorm, by default one of all channels. Convolutions are padded by 1; pools ignore incomplete windows.
-    Embedding: the last block flattened, ``channels`` wide at 28×28 and four times that at 32×32.
+    groups: number of groups of GroupNorm, by default one of all channels. Convolutions are padded by 1; pools ignore
+    incomplete windows. Embedding: the last block flattened, ``channels`` wide at 28×28 and four times that at 32×32.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: int = 64, groups: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of a loss in named tensors: plain, through the SGD steps of MAML, and of Meta-SGD.
+"""Gradients of a loss with respect to named tensors: plain, through the SGD steps of MAML, and of Meta-SGD.
 
 A gradient is a function of named tensors (float32 or float64) that returns the loss and its gradient, with the same
 groups and names.

@@ -45,9 +45,9 @@ def train_round(
     """Takes ``hyper.local_steps`` local steps on raw samples x [N, *shape], y int64 [N]. Deterministic given ``rng``.
 
     broadcast: numpy arrays of the groups that go down; its scalars include ``round`` and, when the method keeps groups
-    on the device, ``seed``. state: the device's, empty for one that never took part. progress: called with
-    (steps done, steps) after each step. moving: the arrays that are trained, and that the update has; no gradient of
-    the others is computed, except by inner steps, which adapt all arrays as a device does that answers.
+    on the device, ``seed``. state: the device's state, empty if it never took part. progress: called with
+    (steps done, steps) after each step. moving: the arrays that are trained and sent in the update. Gradients of the
+    others are computed only in inner steps, which adapt all arrays, as an answering device does.
     Raises DataError for samples that do not fit the layout, RoundError when the loss is not finite.
     """
     one = Participant(state, x, y, rng)
@@ -136,7 +136,7 @@ class TorchEngine:
 
 
 class TorchSteps:
-    """The gradients of a round. data: of each client samples, labels and source of randomness."""
+    """The gradients of a round. data: samples, labels and random generator of each client."""
 
     def __init__(
         self, estimators: Estimators, adaptation: str, hyper: Any,

@@ -94,7 +94,8 @@ def outputs(network: nn.Module, params: Params, x: Tensor, output: str) -> Tenso
 
 
 def hold(network: nn.Module, params: Params) -> None:
-    """The network's own values of arrays that ``outputs`` is not given; it requires no gradients of its own."""
+    """Sets arrays of the network, for the arrays that ``outputs`` is not given. Its own parameters then require no
+    gradients."""
     named = dict(network.named_parameters())
     network.requires_grad_(False)
     for arrays in params.values():

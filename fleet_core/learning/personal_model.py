@@ -1,4 +1,4 @@
-"""A device's own model with torch (``fleet_core.training.personal_round``)."""
+"""Makes a device's own model with torch (``fleet_core.training.personal_round``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Augmentation of training images in torch: ``fleet_core.training.augment`` says which, and draws."""
+"""Augments training images in torch, with the kinds and random draws of ``fleet_core.training.augment``."""
 
 from __future__ import annotations
 

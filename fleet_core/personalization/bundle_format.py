@@ -30,7 +30,7 @@ from fleet_core.protocol.round_messages import MethodRef
 
 FORMAT = 1
 SIGNED_AS = b"metafleet bundle 1\n"
-"""Before the manifest in what is signed, so that the signature is good for nothing else."""
+"""The signed text is this prefix and the manifest, so that the signature is valid for nothing else."""
 MANIFEST, SIGNATURE, WEIGHTS, RATES, GOLDEN, INT8 = (
     "manifest.json", "manifest.sig", "weights.safetensors", "rates.safetensors", "golden.npz", "embed-int8.onnx",
 )  # fmt: skip
@@ -58,8 +58,8 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """id: of the served weights in float32 (``payloads.identity``). round: of the served model. stored: their type in
-    the file."""
+    """id: id of the served weights in float32 (``payloads.identity``). round: round of the served model. stored: type
+    of the weights in the file."""
 
     id: str = field(metadata={"pattern": r"[0-9a-f]{32}"})
     round: int = field(metadata={"min": 0, "max": 2**53})
@@ -86,8 +86,8 @@ class Int8Info:
 
 @dataclass(frozen=True)
 class Manifest:
-    """fleet: which trained the model. key: public key of its manifests, in hex. adaptation: the gradient steps of a
-    device, None when it takes none. files: all but the manifest itself."""
+    """fleet: name of the fleet that trained the model. key: the fleet's public key, in hex. adaptation: the gradient
+    steps of a device, None when it takes none. files: all files but manifest and signature."""
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
     fleet: str = field(metadata={"pattern": r"[A-Za-z0-9_-]{1,64}"})
@@ -106,7 +106,7 @@ class Manifest:
 class Bundle:
     """A bundle in memory. params: the served model's groups, including ``rates`` where they are learned; the initial
     values of groups that a device keeps are in ``graph.first``. int8: the quantized encoder, empty when there is none.
-    signed: it was read with the signature of the key that its manifest names.
+    signed: it was read, and signed with the key that its manifest names.
     """
 
     manifest: Manifest

@@ -60,7 +60,7 @@ def write(
 ) -> None:
     """Writes a bundle atomically, as one file when ``path`` ends in ``.bundle``, else as a folder.
 
-    signer: with the key that the manifest names; None for a bundle that devices refuse unless they are told otherwise.
+    signer: has the key that the manifest names; None writes an unsigned bundle, which devices refuse by default.
     check: called with the temporary path of the written bundle before it is renamed to ``path``; when it raises,
     nothing is left. Temporary folders of processes that were killed while writing are deleted. Raises ConfigError when
     ``path`` exists, StateError when the disk refuses.
@@ -170,8 +170,9 @@ def _container(files: Mapping[str, bytes]) -> bytes:
 def read(path: Path, *, signed: bool = False, accept: Callable[[Manifest], object] = lambda manifest: None) -> Bundle:
     """Reads a bundle, a folder or one file.
 
-    signed: refuse one without a signature; a wrong one is always refused. accept: called with the manifest before any
-    other file is parsed; what it raises ends the reading. Raises BundleError that says which file is wrong, and how.
+    signed: refuse a bundle without a signature; a wrong signature is always refused. accept: called with the manifest
+    before any other file is parsed; it may raise an error to refuse the bundle. Raises BundleError that says which file
+    is wrong, and how.
     """
     try:
         files = _files_of_folder(path) if path.is_dir() else _files_of_container(path)

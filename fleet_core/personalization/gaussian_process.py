@@ -29,7 +29,7 @@ POINTS, HEIGHTS = np.polynomial.hermite.hermgauss(20)
 
 @dataclass(frozen=True)
 class Node:
-    """The classes on each side."""
+    """A node of the tree, with the classes on each side."""
 
     left: tuple[int, ...]
     right: tuple[int, ...]

@@ -13,7 +13,7 @@ MODEL = ("body", "head")
 @dataclass(frozen=True)
 class Steps:
     """groups: the groups of the model that change. rates: whether each value has a learned learning rate instead of
-    ``lr``. number: of full-batch steps."""
+    ``lr``. number: number of full-batch steps."""
 
     groups: tuple[str, ...] = field(metadata={"choices": MODEL})
     rates: bool

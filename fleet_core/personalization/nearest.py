@@ -114,7 +114,7 @@ class Prototypes:
 
     @classmethod
     def load(cls, path: Path) -> Prototypes:
-        """Raises StateError when the file cannot be read or holds no prototypes."""
+        """The prototypes in a file. Raises StateError when it cannot be read or holds none."""
         arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_BYTES), where=str(path))
         return cls.checked(arrays, metadata.get("weights", ""), metadata.get("distance", "squared"), where=str(path))
 

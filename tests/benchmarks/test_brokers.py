@@ -40,6 +40,6 @@ def test_a_fleet_is_whole_only_with_all_rounds_updates_and_evaluations(changed: 
 def test_mosquitto_does_everything(tmp_path: Path, version: run.Version) -> None:
     with private_broker(tmp_path, "mosquitto") as broker:
         row = run.measure(broker.url, version, {})
-    assert {row[column] for column in run.COLUMNS[:6]} == {"yes"}
+    assert {row[column].split(";")[0] for column in run.COLUMNS[:6]} == {"yes"}
     assert row["burst"] == "300 of 300"
     assert run.cells("mosquitto", "5", row)[-1].startswith("whole: 2 rounds, 6 updates")

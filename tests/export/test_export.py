@@ -21,6 +21,7 @@ from fleet_core.base.errors import BundleError, CodecError
 from fleet_core.learning import models
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec, Layout
+from tests.support.bundles import newer, one_batch_size
 from tests.support.paths import ROOT
 
 BOTH = ("embed", "predict")
@@ -113,14 +114,6 @@ def exchanged(model: onnx.ModelProto) -> None:
     names = {"body/norms.1.weight": "body/norms.1.bias", "body/norms.1.bias": "body/norms.1.weight"}
     for node in model.graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
-
-
-def one_batch_size(model: onnx.ModelProto) -> None:
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 5
-
-
-def newer(model: onnx.ModelProto) -> None:
-    model.ir_version = 14
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from fleet_core.learning.local_training import first_personal
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
 from fleet_core.training.round_plans import CHUNK
-from tests.support.bundles import node_of
+from tests.support.bundles import newer, node_of, one_batch_size
 from tests.support.waiting import PATIENCE_S
 
 aten = torch.ops.aten
@@ -230,20 +230,12 @@ def kept_back(model: onnx.ModelProto) -> None:
     model.graph.output.remove(next(o for o in model.graph.output if o.name == "adapted/head/head.bias"))
 
 
-def one_size(model: onnx.ModelProto) -> None:
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 5
-
-
-def newer(model: onnx.ModelProto) -> None:
-    model.ir_version = 14
-
-
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
         (folded, "does not take body/norms.0.weight"),
         (newer, "IR and opset"),
-        (one_size, "does not run on 1 samples"),
+        (one_batch_size, "does not run on 1 samples"),
         (becomes("rate", "Identity", "lr"), "differs from torch .* 1 steps on 3 samples"),
         (becomes("support/passes", "Identity", "one"), "differs from torch .* 1 steps on .* samples"),
         (becomes(NEXT, "Add", "now/head/head.bias", "change/head/head.bias"), "in head/head.bias after 1 steps"),

@@ -107,6 +107,14 @@ def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
     return node
 
 
+def one_batch_size(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 5
+
+
+def newer(model: onnx.ModelProto) -> None:
+    model.ir_version = 14
+
+
 @cache
 def _first(model: str, spec: InputSpec) -> tuple[bytes, bytes]:
     return first(model, spec, CLASSES, {}, head=True, seed=0)

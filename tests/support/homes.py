@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from edge_agent.compute.onnx_session import Session
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service, service_of
 from export.adapt import with_adapt
@@ -27,6 +29,19 @@ from fleet_core.model.layout import InputSpec, Layout
 
 CLASSES = ("a", "b", "c")
 DEVICE = f'[device]\nname = "d0"\nfleet = "t"\nkey = "{"0" * 64}"\n'
+
+
+def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list to which every run of a session from now on appends its number of samples."""
+    seen: list[int] = []
+    run = Session.run
+
+    def counted(self: Session, x: Any) -> Any:
+        seen.append(len(x))
+        return run(self, x)
+
+    monkeypatch.setattr(Session, "run", counted)
+    return seen
 
 
 @cache

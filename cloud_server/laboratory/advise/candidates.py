@@ -2,8 +2,8 @@
 
 A candidate's score is macro-F1, which weighs a rare class as much as a frequent one, averaged over the devices that
 trained and the new ones. Two candidates differ if their scores differ by more than the spread of that difference over
-seeds, and by at least half a point; with one seed, by two points. A codec may lose as much as full precision varies
-over seeds, or half a point; a codec that varies more may not lose more for that.
+seeds, and by at least half a point; with one seed, by two points. A codec may lose as much as the score in full
+precision varies over seeds, at least half a point; how much the score with the codec varies does not matter.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, 
 from cloud_server.laboratory.plan.experiment import PLAIN
 
 LEAST_GAP, GAP_OF_ONE_SEED = 0.005, 0.02
-IN_LABEL = "/", "_"  # of UP/DOWN; a label is part of a folder's name
+IN_LABEL = "/", "_"  # UP/DOWN is UP_DOWN in a label, which is part of a folder's name
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A method with a model and a codec, and its figures. score: macro-F1 over all devices, old and new. mean, worst:
-    accuracy of the devices that trained; new: mean accuracy of the new ones. payload, flops, joules: of one device in
-    one round. risen: increase of the accuracy in the second half of the rounds. pooled: over all test samples of the
-    devices that trained; loss: of their last training round. Both are means over seeds."""
+    accuracy of the devices that trained; new: mean accuracy of the new ones. payload, flops, joules: costs of one
+    device in one round. risen: increase of the accuracy in the second half of the rounds. pooled: score over all test
+    samples of the devices that trained; loss: their loss in the last round. Both are means over seeds."""
 
     method: str
     model: str
@@ -48,7 +48,7 @@ class Candidate:
 
 
 def label_of(method: str, model: str, codec: str) -> str:
-    """Of a candidate's runs."""
+    """The label of a candidate's runs."""
     return "+".join([method, model, *([codec.replace(*IN_LABEL)] if codec != PLAIN else [])])
 
 
@@ -112,13 +112,13 @@ def gap(one: Candidate, other: Candidate) -> float:
 
 
 def most_lost(one: Candidate) -> float:
-    """How much lower than that of ``one``, in full precision, the score with a codec may be."""
+    """How much lower the score with a codec may be than that of ``one``, in full precision."""
     return GAP_OF_ONE_SEED if one.score.std is None else max(LEAST_GAP, one.score.std)
 
 
 def cheapest(one: Candidate, coded: Sequence[Candidate]) -> Candidate | None:
-    """Of ``one`` with codecs, the one with the fewest bytes that loses no more than it may; None if all lose more. One
-    that lacks a seed, because a run failed, is not taken."""
+    """The candidate of ``coded`` with the fewest bytes among those that lose no more than ``most_lost``; None if all
+    lose more. A candidate without all seeds, because a run failed, is not taken. coded: ``one`` with codecs."""
     kept = [other for other in coded
             if other.score.seeds == one.score.seeds and one.score.mean - other.score.mean <= most_lost(one)]
     return min(kept, key=lambda other: other.payload, default=None)

@@ -1,9 +1,9 @@
 """The model trial of ``metafleet init``: trains each candidate model briefly with the fleet's method on the user's
 samples, and chooses the best.
 
-With at least four devices, a quarter of them never train. A model is chosen by macro-F1 on the test samples of the
-devices that train, and reported by its accuracy on the others, also with few labelled samples each. With fewer devices,
-it is both chosen and reported by the test samples. A plain baseline and the most frequent class are reported too.
+With at least four devices, a quarter of them never train. The model is chosen by macro-F1 on the test samples of the
+devices that train; the reported scores are those on the other devices, also with few labelled samples each. With fewer
+devices, the test samples serve for both. A plain baseline and the most frequent class are reported too.
 
 The time is limited: few devices, few samples of each, and a deadline that is checked after every round.
 """
@@ -46,9 +46,9 @@ MAX_ROUNDS = 30
 MAX_DEVICES, MAX_OF_A_DEVICE, LEAST_ALONE = 16, 200, 40
 COHORT = 10
 ROUND_FLOPS = 3e10
-"""Operations of a round's training, some seconds: a larger model gets fewer devices per round."""
+"""The most operations in a round, some seconds of computing: a larger model gets fewer devices per round."""
 MOST_FLOPS = 3e11
-"""Operations of one device's round: a model with more is not tried."""
+"""The most operations of one device in a round: a model that needs more is not tried."""
 HELD_OUT, SUPPORT, DEVICES_TO_HOLD_OUT = 0.25, 0.2, 4
 FEW_OF_A_CLASS = 5
 """Labelled samples of each class that a device with few labels has."""
@@ -58,9 +58,9 @@ ONE_CLIENT = "all"
 
 @dataclass(frozen=True)
 class TriedModel:
-    """A model after ``rounds``. validation: macro-F1 that it is chosen by. evaluated: the reported score. payload:
-    bytes of one device in one round, up and down. few: score on devices that did not train and have few labels; None if
-    that was not evaluated."""
+    """A model after ``rounds``. validation: macro-F1 by which models are chosen. evaluated: the reported score.
+    payload: bytes of one device in one round, up and down. few: score on devices that did not train and have few
+    labels; None if that was not evaluated."""
 
     model: Model
     rounds: int
@@ -74,8 +74,8 @@ class TriedModel:
 
 @dataclass(frozen=True)
 class FewLabels:
-    """The evaluation of devices that did not train and have few labels. number: of labels. baselines: on their samples.
-    """
+    """The evaluation of devices that did not train and have few labels. number: how many labels. baselines: the
+    baselines on their samples."""
 
     number: int
     baselines: SimpleBaselines
@@ -83,7 +83,7 @@ class FewLabels:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """on: what the models are evaluated on, in words. chosen: None if no model completed a round."""
+    """on: the evaluated devices, in words. chosen: None if no model completed a round."""
 
     on: str
     tried: tuple[TriedModel, ...]

@@ -1,8 +1,8 @@
 """Recommends a method, model and codec from the runs of ``advise``, and explains the recommendation.
 
 Among the candidates that do not differ from the best, the one that sends the fewest bytes is chosen; among equals, the
-one with the best worst device. Of the codecs that were tried with it, the one with the fewest bytes is chosen that
-loses no more than it may.
+one with the best worst device. Among the codecs tried with it, the one with the fewest bytes is chosen whose loss of
+macro-F1 is within the limit of ``candidates.most_lost``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cloud_server.laboratory.compare.tables import aligned, share, stat_text
 from fleet_core.base import schema
 
 CODEC, EXACT = "int8", "fp32"
-"""A fleet's default, where none was tried; where each that was tried loses too much."""
+"""The recommended codec if none was tried (a fleet's default), and if every codec that was tried loses too much."""
 RISING, FEW_ROUNDS = 0.01, 20
 OTHERS_TOLD = 3
 LEGEND = """macro-F1: over all devices, old and new; accuracy, worst device: of those that trained
@@ -31,8 +31,8 @@ bytes, arithmetic, energy: of one device in one round
 @dataclass(frozen=True)
 class Advice:
     """ranked: all candidates, the best score first. chosen: the recommended one. tied: those that do not differ from
-    the best. coded: the one for a fleet with each codec that was tried, in that order. codec: the recommended one, NAME
-    or UP/DOWN."""
+    the best. coded: the candidate for a fleet with each codec that was tried, in that order. codec: the recommended
+    codec, NAME or UP/DOWN."""
 
     chosen: Candidate
     ranked: tuple[Candidate, ...]
@@ -64,12 +64,12 @@ def decide(
 
 
 def federated(advice: Advice) -> Candidate:
-    """The candidate to make a fleet of: the chosen one, or if that is training alone, the best that is not."""
+    """The candidate for a fleet: the chosen one; if that is training alone, the best of the others."""
     return _federated(advice.chosen, advice.ranked)
 
 
 def on_the_wire(advice: Advice) -> Candidate:
-    """The candidate to make a fleet of, with the recommended codec as far as that was tried."""
+    """The candidate for a fleet, with the recommended codec if that was tried."""
     return next((one for one in advice.coded if one.codec == advice.codec), federated(advice))
 
 
@@ -135,8 +135,8 @@ def _reasons(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
         listed = together([f"{one.name} ({share(one.score.mean)})" for one in others])
         equals = any(one.payload == chosen.payload for one in others)
         yield (f"Why: its macro-F1 over all devices, old and new, is {share(chosen.score.mean)}, which these runs do "
-               f"not tell apart from {listed}; of them it sends the fewest bytes"
-               + (", and of equals in that its worst device fares best." if equals else "."))
+               f"not tell apart from {listed}; of these it sends the fewest bytes"
+               + (", and of those that send equally few its worst device is the best." if equals else "."))
     else:
         yield (f"Why: its macro-F1 over all devices, old and new, is {share(chosen.score.mean)}, the best of "
                f"{len(advice.ranked)} pairs of method and model by more than the spread.")

@@ -26,7 +26,7 @@ CONV4_PIXELS = 16  # the smallest side of an image that conv4 accepts
 
 @dataclass(frozen=True)
 class Model:
-    """label: for tables. name: a named model. options: its keyword arguments."""
+    """label: its name in tables. name: a named model. options: its keyword arguments."""
 
     label: str
     name: str
@@ -35,7 +35,7 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class Recordings:
-    """section: the table ``data`` of an experiment. clients: how many have enough samples."""
+    """section: the table ``data`` of an experiment. clients: number of clients with enough samples."""
 
     samples: Samples
     section: Mapping[str, Any]
@@ -45,8 +45,8 @@ class Recordings:
 
 
 def recordings(data: str, window: int | None = None, stride: int | None = None) -> Recordings:
-    """Loads a named set or a file. window, stride: to cut a file of readings. Raises DataError if methods cannot be
-    compared on it."""
+    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. Raises DataError if
+    methods cannot be compared on it."""
     named = data in entries()
     if not named and not Path(data).exists():
         near = schema.suggest(data, entries())

@@ -44,27 +44,27 @@ from fleet_core.board import catalogue
 from fleet_core.power.energy_model import BoardModel
 
 METHODS_TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
-"""The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors); of each kind the
-one that sends the least."""
+"""The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors): of each kind the
+one that sends the fewest bytes."""
 CODECS_TRIED = ("int8", "int4", "ternary", "topk-10")
-"""From dear to cheap; still cheaper ones lost accuracy on the heartbeats (benchmarks/cost)."""
+"""From the most bytes to the fewest; codecs with still fewer lost accuracy on the heart beats (benchmarks/cost)."""
 TIMED = ("local", "per-fedavg-fo")  # the methods with the least and the most arithmetic
 NEW_DEVICES, SUPPORT, COHORT = 0.2, 0.2, 10
 PACE_ROUNDS, MIN_ROUNDS, MAX_ROUNDS, FLEET_ROUNDS = 2, 5, 50, 30
 WITH_ALL_METHODS, BEST_METHODS = 2, 2
 """How many models run with all methods; how many of the best methods run with the other models."""
 FINALISTS, MORE_SEEDS = 3, (1, 2)
-PLANNED = 0.85  # share of the budget that is planned for
+PLANNED = 0.85  # share of the budget that the plan may use
 
 T = TypeVar("T")
 Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
-"""(experiment, folder, title) to (folders of the runs that ended, why others failed)."""
+"""(experiment, folder, title) -> (folders of the runs that ended, why others failed)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """data: a named set or a file. board: the profile to estimate joules with. window, stride: to cut a file of
-    readings. codecs: to try with the best method, each NAME for both ways or UP/DOWN."""
+    """data: a named set or a file. board: the profile that gives joules. window, stride: how a file of readings is cut
+    into windows. codecs: the codecs to try with the best method, each NAME for both ways or UP/DOWN."""
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})
@@ -76,9 +76,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits into the budget; written to plan.json, so that a stopped run continues with the same plan. models:
-    their labels. whole: how many of the first models run with all methods; the others run with the best methods
-    only."""
+    """What fits into the budget. It is written to plan.json, so that a stopped run continues with the same plan.
+    models: labels of the models. whole: the first so many models run with all methods, the others only with the best
+    methods."""
 
     rounds: int = field(metadata={"min": 1, "max": MAX_ROUNDS})
     models: tuple[str, ...]
@@ -87,9 +87,9 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """facts: data, devices, board and baselines of the comparison. fleet_toml: of a fleet with the recommended
-    settings; None if the classes have no names. command: makes such a fleet with the default input and cohort; None if
-    the model has options."""
+    """facts: data, devices, board and baselines of the comparison. fleet_toml: settings of a fleet as recommended; None
+    if the classes have no names. command: the command that makes such a fleet, with the default input and cohort; None
+    if the model has options."""
 
     advice: Advice
     facts: Mapping[str, Any]
@@ -101,7 +101,7 @@ def advise(
     options: Options, out: Path, simulate: Simulate, *, cores: int, say: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """The advice. Its runs are stored in ``out``, and continued there.
+    """Runs the comparison and returns the advice. Runs are stored in ``out``, and continued there.
 
     Raises DataError for data that cannot be evaluated, and ConfigError for a budget that is too short.
     """
@@ -187,8 +187,8 @@ class _Work:
         return decide(found, coded, rounds=plan.rounds, minutes=minutes, remarks=tuple(self.remarks))
 
     def _with_codecs(self, one: Candidate, rounds: int) -> list[Candidate]:
-        """The best method with each codec, as many as the budget allows; none where it answers near chance, because
-        then no codec would make it worse."""
+        """Runs the best method with each codec, as far as the budget allows. Runs none if the method is near chance,
+        because then no codec would make it worse."""
         left = list(self._options.codecs) if one.payload else []
         if left and one.pooled and self.simple.near_chance(one.name, one.pooled, one.loss, rounds):
             self.remarks.append(f"no codec was tried, because {one.name} is near chance")
@@ -304,7 +304,7 @@ class _Work:
 
 
 def later_runs(codecs: int) -> int:
-    """Runs after those with one seed: of the best with more seeds, and with each of so many codecs."""
+    """The number of runs after those with one seed: of the best candidates with more seeds, and with each codec."""
     return (FINALISTS + 1) * len(MORE_SEEDS) + codecs * (1 + len(MORE_SEEDS))
 
 

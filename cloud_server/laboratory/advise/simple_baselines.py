@@ -1,4 +1,4 @@
-"""What is reached on the evaluated samples without a fleet: the most frequent class, and a plain baseline.
+"""Scores on the evaluated samples without a fleet's model: of the most frequent class, and of a plain baseline.
 
 A model's figures are compared with both.
 
@@ -35,7 +35,7 @@ class SimpleBaselines:
 
     def warnings(self, name: str, found: Score, loss: float | None, rounds: int) -> list[str]:
         """Warnings about a model that is no better than a baseline on the same samples, and what to try; else empty.
-        loss: of its training."""
+        loss: the model's training loss."""
         warnings = self.near_chance(name, found, loss, rounds)
         if self.plain is not None and worse(found, self.plain, self.truth):
             plain = f"a plain baseline ({self.plain.method}) reaches {share_text(self.plain.accuracy)}"
@@ -55,12 +55,12 @@ class SimpleBaselines:
 
 
 def on_test_samples(work: Workload) -> SimpleBaselines:
-    """On the test samples of the devices that train."""
+    """The baselines on the test samples of the devices that train."""
     return _measured(work, [(work.own(share), work.later(share)) for share in work.train])
 
 
 def on_new_devices(work: Workload, support: float, seed: int) -> SimpleBaselines:
-    """On the query samples of new devices, which learn from a share ``support`` of their samples."""
+    """The baselines on the query samples of new devices, which learn from a share ``support`` of their samples."""
     return _measured(work, [work.divided(share, support, seed) for share in work.new])
 
 

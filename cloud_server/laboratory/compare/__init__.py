@@ -1,5 +1,5 @@
 """Compares finished runs.
 
-``finished_runs`` reads runs, ``comparison`` computes, ``tables``, ``comparison_charts`` and ``html_page`` show,
-``comparison_files`` writes.
+``finished_runs`` reads the runs and ``comparison`` compares them. ``tables``, ``comparison_charts`` and ``html_page``
+present the comparison, ``comparison_files`` writes it to files.
 """

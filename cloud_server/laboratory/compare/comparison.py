@@ -29,8 +29,8 @@ TARGETS_OF = {ACCURACY: "mean", "macro-f1": "macro_f1"}
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of cost. key: in ``Point.spent``. title: for a column or an axis; head: a shorter title. text: formats
-    an amount."""
+    """A measure of cost. key: its key in ``Point.spent``. title: title of a column or an axis; head: a shorter one.
+    text: formats an amount."""
 
     key: str
     title: str
@@ -85,8 +85,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Reached:
-    """The cost to reach ``target``. seeds: how many reached it. at: cost by measure. gain: over the baseline, by
-    measure. """
+    """The cost to reach ``target``. seeds: how many seeds reached it. at: measure -> cost. gain: measure -> gain over
+    the baseline."""
 
     target: float
     seeds: int
@@ -96,8 +96,8 @@ class Reached:
 
 @dataclass(frozen=True)
 class Entry:
-    """The runs of one label, one for each seed. setting: letter in ``Comparison.settings``. final, spent: at the
-    end."""
+    """The runs of one label, one for each seed. setting: letter in ``Comparison.settings``. final, spent: scores and
+    costs at the end."""
 
     label: str
     method: str
@@ -117,9 +117,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Comparison:
-    """entries: the best first. settings: data, partition, model and evaluation, by letter. mixed: the parts that
-    differ, so that this does not compare methods. baseline: the label that gains are computed over. target_of: the
-    figure that ``targets`` are for, a key of ``TARGETS_OF``."""
+    """entries: the best first. settings: letter -> data, partition, model and evaluation. mixed: the parts that differ;
+    if any does, this does not compare methods. baseline: the label that gains are relative to. target_of: the figure
+    that ``targets`` are for, a key of ``TARGETS_OF``."""
 
     entries: tuple[Entry, ...]
     targets: tuple[float, ...]
@@ -294,8 +294,8 @@ def _highest(groups: Mapping[str, Sequence[FinishedRun]], base: Entry | None, fi
 
 
 def _cost(group: Sequence[FinishedRun], target: float, figure: str) -> dict[str, Bound]:
-    """By measure, the mean over seeds of what was spent up to the first evaluated round at ``target``; for a seed that
-    did not reach it, what it spent in total."""
+    """Measure -> cost up to the first evaluated round that reaches ``target``, as the mean over seeds. A seed that did
+    not reach it counts with its total cost, and the mean is then a lower bound."""
     first = [first_at(run, target, figure) for run in group]
     spent = [run.spent if point is None else point.spent for run, point in zip(group, first, strict=True)]
     costs = {key: stat([one[key] for one in spent]) for key in _common(spent)}

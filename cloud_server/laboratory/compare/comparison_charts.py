@@ -1,7 +1,7 @@
 """The curves of a comparison: accuracy against cost, as curves.png and as charts of the page.
 
 Colours: Okabe and Ito, "Color Universal Design", 2008, with Tol's indigo instead of their yellow, which is too light
-for a line. Dashes distinguish the labels without colour. """
+for a line. Dashes distinguish the labels without colour."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MAX_LABELS_IN_PANEL = 14
 @dataclass(frozen=True)
 class Curve:
     """A label's line in one chart. number: index of its colour and dashes. points: (cost, accuracy). low, high: the
-    band, mean ∓ one standard deviation over seeds; empty for one seed. free: it costs nothing, so the line shows its
-    last accuracy over the whole axis."""
+    band, mean ∓ one standard deviation over seeds; empty for one seed. free: it has no cost, so the line is level at
+    its last accuracy."""
 
     label: str
     number: int
@@ -45,7 +45,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One measure of cost. unit: with its prefix; the points are already in this unit."""
+    """The chart of one measure of cost. unit: with its prefix; the points are in this unit."""
 
     measure: Measure
     unit: str

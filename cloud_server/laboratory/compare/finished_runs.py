@@ -1,4 +1,4 @@
-"""Reads finished runs for a comparison: simulations, and the figures that fleets and demos have."""
+"""Reads finished runs for a comparison: simulations, fleets and demos."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Point:
     """An evaluated round.
 
     scores: for ``devices`` (those that train), ``new SHARE`` and ``novel``: mean, worst, best and variance over the
-    devices, their number, pooled, macro_f1, nvar. spent: by measure, from the first round to the end of this one.
+    devices, their number, pooled, macro_f1, nvar. spent: measure -> cost from the first round to the end of this one.
     Missing figures are left out.
     """
 
@@ -45,9 +45,9 @@ class Point:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run. where: its result.json. setting: by part, what must be equal to compare methods. choices: its other
-    options. points: in order of rounds. last: the final evaluation. spent: by the whole run. seconds: duration of its
-    rounds on the machine that ran it, not on devices. loss: of the training in the last round."""
+    """One run. where: its result.json. setting: part -> text; these must be equal to compare methods. choices: its
+    other options. points: in order of rounds. last: the final evaluation. spent: costs of the whole run. seconds:
+    duration of its rounds on the machine that ran it, not on devices. loss: training loss of the last round."""
 
     where: Path
     kind: str
@@ -82,7 +82,7 @@ def gather(places: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
 
 
 def read(path: Path) -> FinishedRun:
-    """The run of a result.json or of a fleet's folder. Raises StateError if it was never evaluated."""
+    """The run in a result.json or a fleet's folder. Raises StateError if no round of it was evaluated."""
     data = outcome.read(path) if path.is_file() else outcome.of_fleet(path)
     made = of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
     if not made.last.get(DEVICES):

@@ -63,7 +63,7 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 NOTES = (
     ("±", "Sample standard deviation over seeds; none with one seed. The bands of the curves show the same."),
     ("accuracy", "Each device's own model on its own test samples; all devices have the same weight."),
-    ("variance", "Of the accuracy over the devices; 0 if all devices are equal."),
+    ("variance", "Variance of the accuracy over devices; 0 if all devices have the same."),
     ("nVAR", "Normalized variance of the representation (Lim et al. 2024, Table 4); less is better."),
     ("models transmitted", "Whole models, down and up, over all devices, as Metafleet sends them."),
     ("rounds of Per-FedAvg", "Models transmitted as the papers count them (Acar et al. 2021): per device, in units of "
@@ -181,7 +181,7 @@ def _curves(comparison: Comparison) -> str:
     shown = comparison_charts.legend([everyone[number] for number in sorted(everyone)])
     legend = shown.replace("legend", "legend all", 1)
     free = any(curve.free for chart in charts for curve in chart.curves)
-    note = '<p class="note">A label that spends nothing is drawn as its last accuracy from end to end.</p>'
+    note = '<p class="note">A label without cost is a level line at its last accuracy.</p>'
     return f'<h2>Curves</h2>{legend}<div class="charts">{figures}</div>{note if free else ""}'
 
 
@@ -259,7 +259,7 @@ def _target_cells(entry: Entry, reached: Reached, measured: Sequence[Measure]) -
 
 
 def _row(comparison: Comparison, place: int, cells: Iterable[str]) -> str:
-    """cells: HTML."""
+    """A row of a table. cells: their HTML."""
     entry = comparison.entries[place]
     letter = f' <span class="pm">{entry.setting}</span>' if comparison.mixed else ""
     return row(f"{swatch(f'c{place}', comparison_charts.SWATCH_WIDTH)}{escape(entry.label)}{letter}", cells)

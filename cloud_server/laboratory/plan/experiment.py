@@ -40,21 +40,21 @@ LABEL = r"[A-Za-z0-9_.=,+-]{1,100}"
 LONGEST_LABEL = 200  # including the values of a grid; the label is part of a folder's name
 MAX_RUNS = 1000
 SYNTHETIC = "synthetic"
-FILE_KEYS = ("data.file", "data.samples", "data.data")  # common mistakes for data.path
+FILE_KEYS = ("data.file", "data.samples", "data.data")  # often written instead of data.path
 SERVER, RUNNING, LATEST = "server", "running-mean", "latest-mean"
 KINDS = (SERVER, RUNNING, LATEST)
-"""Models beside the served one, see ``other_models``."""
+"""Other models than the served one, under which devices can be evaluated; see ``other_models``."""
 SEVERAL = ("method", "seeds")
 """The keys of an experiment that differ between its runs."""
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """set: a named set (``metafleet datasets``). path: instead of it, the user's file or folder. window, stride: for a
-    file of readings, readings per window and from one window to the next. limit: number of samples, drawn with the
-    partition's seed; 0 for all. options: of the set ``synthetic``. scale, mean, std: of the model's input, instead of
-    the set's own. standardize: instead of these three, scale each feature to mean 0 and deviation 1 over all samples of
-    all devices, which a fleet cannot do."""
+    """set: a named set (``metafleet datasets``). path: the user's file or folder, instead of a set. window, stride: in
+    a file of readings, the number of readings per window and from one window to the next. limit: number of samples,
+    drawn with the partition's seed; 0 for all. options: options of the set ``synthetic``. scale, mean, std: scaling of
+    the model's input, instead of the set's own. standardize: instead of these three, scale each feature to mean 0 and
+    deviation 1 over all samples of all devices, which a fleet cannot do."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
@@ -70,8 +70,8 @@ class DataSection:
 
 @dataclass(frozen=True)
 class PartitionSection:
-    """kind: a name of ``fleet_core.data.partitions``. options: of that partition. seed: of the partition; the same for
-    all runs, so that methods and seeds are compared on the same devices."""
+    """kind: a name of ``fleet_core.data.partitions``. options: options of that partition. seed: seed of the partition;
+    all runs have the same, so that methods and seeds are compared on the same devices."""
 
     kind: str = field(default="natural", metadata={"choices": tuple(PARTITIONS)})
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -90,14 +90,14 @@ class ModelSection:
 class EvaluationSection:
     """every: rounds between evaluations; 0: only the last round. devices: how many of the training devices are
     evaluated, drawn with the seed; 0: all. new_devices: share of the devices that never train and are evaluated as new
-    ones. validation: another share, which is left out completely. support: shares of a new device's samples that it
-    learns from, drawn at ``random`` by class or the first in ``time`` (support_split). within_training: to choose
-    hyper-parameters: everything is done inside the training samples, and no sample that is otherwise evaluated is used.
-    novel_classes: classes that no device trains on. novel: how many devices are evaluated on them, with how many of
-    them (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at test uses
-    the test samples, including their labels! also_test_step: evaluate this way in addition, under ``test_step``.
-    models: models under which devices are evaluated in addition to the served one (``other_models``). targets:
-    accuracies whose cost is reported."""
+    ones. validation: share of the devices that are left out completely. support: shares of a new device's samples that
+    it learns from. support_split: these samples are drawn at ``random`` by class, or are the first in ``time``.
+    within_training: train and evaluate inside the training samples, to choose hyper-parameters without the samples that
+    are otherwise evaluated. novel_classes: classes that no device trains on. novel: the devices that are evaluated on
+    novel classes (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at
+    test uses the test samples, including their labels! also_test_step: evaluate this way in addition, under
+    ``test_step``. models: models under which devices are evaluated in addition to the served one (``other_models``).
+    targets: accuracies whose cost is reported."""
 
     every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
     devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -116,8 +116,8 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class MethodSection:
-    """name: of the method. label: for tables; by default the name and the grid's values. hyper: its hyper-parameters.
-    grid: lists of values; every combination is a separate run."""
+    """name: the method's name. label: its name in tables; by default the method's name and the grid's values. hyper:
+    its hyper-parameters. grid: lists of values of hyper-parameters; every combination is a separate run."""
 
     name: str = field(metadata={"choices": METHODS})
     label: str | None = field(default=None, metadata={"pattern": LABEL})
@@ -128,7 +128,7 @@ class MethodSection:
 @dataclass(frozen=True)
 class Budget:
     """A run ends when the first of these limits is reached; 0 means no limit. rounds: required. payload_bytes: up and
-    down, over all devices. joules: as modelled for the board."""
+    down, of all devices. joules: modelled for the board."""
 
     rounds: int = field(metadata={"min": 1, "max": 10_000_000})
     payload_bytes: float = field(default=0.0, metadata={"min": 0, "max": 1e300})
@@ -137,8 +137,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class SimulatedPrivacySection(PrivacySection):
-    """amplified: epsilon for those who see the models alone and not which devices were drawn, with ``central`` noise. A
-    fleet has none: its manifests say who takes part."""
+    """amplified: computes epsilon for observers who see the models but not which devices were drawn; needs ``central``
+    noise. A fleet has no such setting, because its manifests say who takes part."""
 
     amplified: bool = False
 
@@ -146,12 +146,11 @@ class SimulatedPrivacySection(PrivacySection):
 @dataclass(frozen=True)
 class Experiment:
     """cohort: devices per round, 0 for all. averaged: how many of these the server averages, 0 for all; the others
-    train only for themselves, as in pFedMe's paper, which a fleet does not do. codec_up, codec_down: ``none`` counts
-    four bytes per value and is lossless. skip_below: as in a fleet. board: a profile or its file, with constants for
-    joules. precision: ``bfloat16`` computes the products of a model's body in that type; weights, sums and everything
-    else of a method stay float32. A fleet trains in float32. train: which arrays rounds train and send. robust,
-    max_update_norm: which updates are used. privacy: of updates. All four as in fleet.toml. max_batch: a batch on every
-    device has at most so many samples, as on a board with that limit."""
+    train only for themselves, as in pFedMe's paper; a fleet has no such setting. codec_up, codec_down: ``none`` counts
+    four bytes per value and is lossless. board: a profile or its file, whose constants give joules. precision:
+    ``bfloat16`` computes the products of a model's body in that type; weights, sums and the rest stay float32. A fleet
+    trains in float32. skip_below, train, robust, max_update_norm, privacy: as in fleet.toml. max_batch: the largest
+    batch on every device, as on a board with that limit."""
 
     data: DataSection
     model: ModelSection
@@ -174,7 +173,7 @@ class Experiment:
     max_batch: int | None = field(default=None, metadata={"min": 1})
 
     def codecs(self, method: Method) -> dict[str, str]:
-        """Way -> codec, ``none`` or ``auto``; as in a fleet nothing lossy for sums over samples."""
+        """Way -> codec, ``none`` or ``auto``. As in a fleet, methods that send sums over samples use no lossy codec."""
         return {way: wanted if wanted == PLAIN or method.cumulative else "fp32"
                 for way, wanted in (("up", self.codec_up), ("down", self.codec_down))}
 
@@ -190,7 +189,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the run's folder."""
         return f"{self.label}-s{self.seed}"
 
 
@@ -209,7 +208,7 @@ def load(path: Path, settings: Sequence[str] = ()) -> Experiment:
 def read(
     data: Mapping[str, Any], text: str = "", where: str = "experiment", settings: Sequence[str] = ()
 ) -> Experiment:
-    """An experiment from plain values. text, where, settings: to locate mistakes in error messages."""
+    """An experiment from plain values. text, where, settings: used to locate mistakes in error messages."""
     found, problems = schema.read(Experiment, data)
     problems = [replace(one, hint="path") if one.key in FILE_KEYS else one for one in problems]
     if found is not None:

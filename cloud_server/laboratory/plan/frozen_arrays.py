@@ -1,4 +1,4 @@
-"""The arrays that a run's rounds train, and which devices hold those that they do not, as in a fleet."""
+"""Determines which arrays each round of a run trains, and since when the others have been frozen, as in a fleet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fleet_core.model.layout import Layout
 from fleet_core.model.select_arrays import AUTO, TrainSection
 
 ARRAYS = "arrays"
-"""Their place in a round's figures."""
+"""The key of the arrays in a round's figures."""
 
 
 class RunArrays:
-    """One run's. Raises ConfigError for patterns that do not fit the layout."""
+    """The trained arrays of one run. Raises ConfigError for patterns that do not fit the layout."""
 
     def __init__(self, section: TrainSection, layout: Layout, method: Method):
         self._section, self._method = section, method
@@ -31,22 +31,22 @@ class RunArrays:
         return next_arrays(self._selected, self._sent, self._schedule)
 
     def figures(self, chosen: Chosen, after: ServerState, published: Params) -> dict[str, Any]:
-        """Of a round that has ended; empty where every round trains everything."""
+        """The figures of a round that has ended; empty if every round trains all arrays."""
         if not self._section.parts:
             return {}
         moved = {} if self._schedule is None else moves(self._method, after, published, chosen.moving)
         return {ARRAYS: {"frozen": sorted(chosen.moving.frozen), "reason": chosen.reason, "moves": moved}}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """A closed round, one after the other."""
+        """Takes the figures of the next closed round."""
         known = row.get(ARRAYS, {})
         self._frozen.append(frozenset(known.get("frozen", ())))
         if self._schedule is not None:
             self._schedule = self._schedule.after(known["moves"], row["loss"])
 
     def since(self) -> int:
-        """The first round whose training model has the frozen arrays as they are now; that of the next round without
-        any."""
+        """The first round whose training model has the frozen arrays as they are now; the next round if none is frozen.
+        """
         frozen, number = self._frozen[-1] if self._frozen else frozenset(), len(self._frozen)
         while number and frozen and frozen <= self._frozen[number - 1]:
             number -= 1

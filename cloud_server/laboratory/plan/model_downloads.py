@@ -1,4 +1,4 @@
-"""What the devices of a run hold when a round opens, and the bytes that they fetch, as in a fleet."""
+"""Counts the bytes that the devices of a run fetch, from what they hold when a round opens, as in a fleet."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SINCE = "model_since"
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes,
-    of a delta to the last round's or of the whole. chain: the ways to it; None where all devices fetch the same. left,
-    moving: as in ``models_down.Encoded``. same: it is the last one."""
+    """A round's model. decoded: float32, as devices hold it. lost: what a lossy codec left out, or None. size: bytes of
+    the delta to the last round's model, or of the whole model. chain: the deltas that lead to it; None if all devices
+    fetch the same. left, moving: as in ``models_down.Encoded``. same: it equals the last round's model."""
 
     decoded: Params
     lost: Params | None
@@ -42,8 +42,8 @@ class Sent:
 
 
 class ModelDownloads:
-    """One run's. names: of its devices. arrays, past: what the closed rounds trained, and their figures; whoever closes
-    a round adds to them."""
+    """The downloads of one run. names: names of its devices. arrays, past: the trained arrays and the figures of the
+    closed rounds; the caller adds to them after each round."""
 
     def __init__(
         self, experiment: Experiment, run: Run, names: Sequence[str], arrays: RunArrays,
@@ -59,8 +59,8 @@ class ModelDownloads:
         return cohort.select(self._seed, number, self._names, self._cohort)
 
     def chain(self, before: Checkpoint, made: Encoded) -> DeltaChain | None:
-        """Of the model ``made`` for the round after ``before``; None where every device holds the model of the last
-        round, having been asked in it."""
+        """The chain to the model ``made`` for the round after ``before``; None if every device holds the last round's
+        model because it was asked in that round."""
         some = 0 < self._cohort < len(self._names)
         if not some or not self._method.down or not made.moving.everything:
             return None
@@ -70,9 +70,9 @@ class ModelDownloads:
         return chain_of(before, newest, whole, LinkSection().chunk_bytes)
 
     def of_round(self, sent: Sent, before: Checkpoint) -> int:
-        """Bytes to all devices that the round after ``before`` asks. A delta is for those that hold its base, a chain
-        of them for those that hold an earlier model of it; the others take the model whole. One without arrays is
-        fetched once."""
+        """Bytes to all devices that the round after ``before`` asks. Devices that hold the base fetch the delta,
+        devices that hold an earlier model of the chain several deltas, and the others the whole model. A model without
+        arrays is fetched once."""
         number = before.round + 1
         asked = self.asked(number)
         if not self._method.down:
@@ -84,8 +84,8 @@ class ModelDownloads:
         return sum(sum(chain.fetched(held)) for chain, held in self._ways(number, sent.chain).values())
 
     def of_served(self, made: ServedModel, closed: Checkpoint, following: Sent | None) -> int:
-        """Bytes to all devices of a model that is served after ``closed``. following: the training model of the next
-        round, which its devices fetch first; None after the last round."""
+        """Bytes to all devices for a model that is served after ``closed``. following: the next round's training model,
+        which the devices of that round fetch first; None after the last round."""
         number = closed.round + 1
         asked = [] if following is None else self.asked(number)
         ways = {} if following is None or following.chain is None else self._ways(number, following.chain)
@@ -96,7 +96,8 @@ class ModelDownloads:
         return fetched_bytes(made, closed.answers, self._names, {*self._holding(closed), *passing}, asked, with_rest)
 
     def _of_a_part(self, sent: Sent, before: Checkpoint) -> int:
-        """Where some arrays are frozen: a delta, or what moves to those that hold the frozen arrays, or the whole."""
+        """Bytes if some arrays are frozen: a device fetches a delta, or, if it holds the frozen arrays, the values of
+        the others, or the whole model."""
         asked = self.asked(before.round + 1)
         held = set(asked) if _answers_with_published(before) else self._holding(before)
         lacking = set(asked) - held
@@ -112,7 +113,7 @@ class ModelDownloads:
 
     def _has_rest(self, name: str, sent: Sent, before: Checkpoint) -> bool:
         """Whether a device holds the frozen arrays when a round opens: in the training model of an earlier round, or in
-        what it answers with, which it has fetched if that was served before the last round closed."""
+        its served model. It has fetched a served model that was published before the last round closed."""
         since, answers = self._arrays.since(), before.answers
         if self._last_before(before.round + 1).get(name, 0) >= since:
             return True
@@ -121,7 +122,7 @@ class ModelDownloads:
         return since == 1 and any("serve_bytes" in row for row in self._past[:-1])
 
     def _with_rest(self, closed: Checkpoint, made: ServedModel) -> set[str]:
-        """The devices whose training model has the frozen arrays of a served one."""
+        """The devices whose training model has the same frozen arrays as the served model ``made``."""
         if not same_rest(made.moving, self._shared(closed.published or {}), made.weights):
             return set()
         since = self._arrays.since()
@@ -135,9 +136,9 @@ class ModelDownloads:
         return {name for number in range(model_since(closed), closed.round + 1) for name in self.asked(number)}
 
     def _ways(self, number: int, chain: DeltaChain) -> dict[str, tuple[DeltaChain, set[str]]]:
-        """Device asked -> (the chain as it is announced, ids of the models that the device holds when the round opens).
-        These are the training model of the last round in which it was asked, of which an aggregator knows, and the last
-        two that it answered with."""
+        """Asked device -> (the chain as it is announced, ids of the models that the device holds when the round opens):
+        the training model of the last round that asked it, which an aggregator knows, and its last two served
+        models."""
         models = {one.round - 1: one.base or "" for one in (*chain.earlier, chain.newest)}
         before = self._last_before(number)
         trained = {name: models.get(before.get(name, 0), "") for name in self.asked(number)}
@@ -161,7 +162,8 @@ def model_since(closed: Checkpoint) -> int:
 
 
 def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:
-    """Of what devices alone receive in a round, with the list that each of them fetches; plain: of its values alone."""
+    """Bytes of the models that are made for single devices in a round, and of the list of them that each device
+    fetches. plain: count only the values, four bytes each."""
     if plain or not per_device:
         return sum(
             4 * array.size for groups in per_device.values() for named in groups.values() for array in named.values()
@@ -173,7 +175,7 @@ def per_device_bytes(per_device: Mapping[str, Params], *, plain: bool) -> int:
 
 
 def _answers_with_published(before: Checkpoint) -> bool:
-    """Whether the training model of the last round was served when it opened."""
+    """Whether the training model of the last round was also the served model when that round opened."""
     served = before.answers
     return served is not None and served.round == before.round - 1 and (
         payloads.identity(served.weights) == payloads.identity(before.published or {}))

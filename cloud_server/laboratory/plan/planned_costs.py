@@ -91,7 +91,8 @@ def _sizes(asked: Asked, flops: float | None, rehearse: Rehearse | None) -> tupl
 
 
 def _in_place_of_auto(asked: Asked, place: int) -> Asked:
-    """place: of the codec among those to choose from, the dearest first."""
+    """The run with a fixed codec for each ``auto``. place: index of the codec among those that ``auto`` may choose, the
+    dearest first."""
     keeps = asked.method.client.keeps
     return replace(asked, codec_up=choose_codec.possible("up", asked.codec_up, keeps)[place],
                    codec_down=choose_codec.possible("down", asked.codec_down, keeps)[place])
@@ -137,7 +138,7 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
 
 
 def _joules(board: Profile, flops: float | None, payload: Bytes, absent: dict[str, str]) -> float | None:
-    """Of computing and sending, without idle. A board without a radio constant of its own sends by Wi-Fi."""
+    """Joules of computing and sending, without idle time. A board without a radio constant is assumed to use Wi-Fi."""
     model, sender = BoardModel(board), radio_of("wifi", board)
     compute = None if flops is None else model.compute_j(flops)
     radio = sender.joules(payload.up, payload.down)
@@ -149,7 +150,7 @@ def _joules(board: Profile, flops: float | None, payload: Bytes, absent: dict[st
 
 
 def _seconds(board: Profile, flops: float | None, absent: dict[str, str]) -> float | None:
-    """flops: of one device in all rounds."""
+    """Computing time. flops: operations of one device in all rounds."""
     speed = board.compute.effective_flop_per_s if board.compute.source else None
     if flops is None or not speed:
         absent["seconds"] = absent["flops"] if flops is None else "no cited effective FLOP/s"

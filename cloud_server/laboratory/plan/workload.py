@@ -33,7 +33,7 @@ from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
 
 TIME = "time"
-WITHIN = 0.75  # share of the training samples, if the partition has no fraction of its own
+WITHIN = 0.75  # share of the training samples, if the partition has no such option
 Array = np.ndarray[Any, Any]
 
 
@@ -48,7 +48,7 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Workload:
     """train: the devices that train. new: devices that never train. novel: devices with classes that no device trains
-    on. samples: the pool that the shares index. spec: of the model's input. classes: of the model's head.
+    on. samples: the pool that the shares index. spec: the model's input. classes: the classes of the model's head.
     support_split: how a new device's samples are divided."""
 
     samples: Samples
@@ -72,7 +72,8 @@ class Workload:
         return self.part(share, share.test)
 
     def divided(self, share: Share, support: float, seed: int) -> tuple[Part, Part]:
-        """(support, query) of a new device, which learns from a share of its samples, by class or by time."""
+        """(support, query) of a new device. support: the share of its samples that it learns from, drawn by class or
+        the first in time."""
         if self.support_split == TIME:
             first, second = time_split(share, self.samples, support)
         else:

@@ -1,6 +1,6 @@
-"""What the devices of a run compute: one round of training, or an evaluation. Needs torch.
+"""Does the work of a run's devices: one round of training, or an evaluation. Needs torch.
 
-A result depends on the run, the round and the device alone, in whatever process and order it is computed.
+A result depends only on the run, the round and the device, not on the process or the order.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from fleet_core.training.round_plans import Participant, capped
 
 TEST_STEP = "test_step"
 FAILURES = (RoundError, DataError, CodecError)
-"""Of one device: the others go on."""
+"""Errors that concern one device; the others continue."""
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
     """One round of training on some devices. broadcast: float32 as decoded. after: the last round that counts.
-    codec: of the updates. per_device: by name, what a device alone receives; empty for most methods. least_norm: below
-    it an update is skipped. moving: the arrays that it trains."""
+    codec: the codec of updates. per_device: name -> the model for that device alone; empty for most methods.
+    least_norm: an update with a smaller norm is skipped. moving: the arrays that are trained."""
 
     round: int
     clients: tuple[str, ...]
@@ -64,9 +64,9 @@ class TrainingTask:
 
 @dataclass(frozen=True, eq=False)
 class TrainedDevice:
-    """The result of a device's training; ``error`` and nothing else where it failed. update: as the server decodes it.
-    payload_bytes: of the update on the wire. left: as in ``payloads.Sent``. skipped: it was too small to be sent.
-    averaged: whether the server is to have the update."""
+    """The result of a device's training; only ``error`` if it failed. update: as the server decodes it. payload_bytes:
+    size of the update as sent. left: as in ``payloads.Sent``. skipped: the update was too small to be sent. averaged:
+    whether the server averages the update."""
 
     client: str
     update: Payload | None = None
@@ -83,8 +83,8 @@ class TrainedDevice:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationTask:
-    """Devices to evaluate under the served model ``served`` of ``round``. kind: ``train``, ``new`` or ``novel``, or
-    ``test_step``: those that train, with the step taken on what they are evaluated on. support: the share that a new
+    """Devices to evaluate with the served model of ``round``. kind: ``train``, ``new`` or ``novel``; or ``test_step``:
+    those that train, with the gradient step taken on their test samples. support: the share of its samples that a new
     device learns from."""
 
     round: int
@@ -96,8 +96,8 @@ class EvaluationTask:
 
 @dataclass(frozen=True, eq=False)
 class ClassMoments:
-    """Of the representations of a device's test samples under the evaluated body, by class of the whole set: their sum
-    [K, D], the sum of their squared lengths [K], their number [K]."""
+    """The representations of a device's test samples by the evaluated body, for each class of the whole set. total:
+    their sum [K, D]. squares: the sum of their squared lengths [K]. count: their number [K]."""
 
     total: Array
     squares: Array
@@ -106,11 +106,11 @@ class ClassMoments:
 
 @dataclass(frozen=True, eq=False)
 class DeviceEvaluation:
-    """The evaluation of a device's own model; ``error`` and no figures where it failed.
+    """The evaluation of a device's own model; without figures and with ``error`` if it failed.
 
-    confusion: int64 [K, K + 1], true class by answer in the numbers of the whole set, however the device numbers its
-    classes; the last column has answers that name no class of the device. before: the same of the served model as it
-    is, or None where it does not answer by itself. moments: None where no body is shared.
+    confusion: int64 [K, K + 1], rows are true classes and columns answers, in the numbering of the whole set; the last
+    column counts answers that name no class of the device. before: the same for the served model, or None if it cannot
+    answer unpersonalized. moments: None if no body is shared.
     """
 
     client: str
@@ -124,7 +124,7 @@ class DeviceEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A worker's settings: plain values, which can go to another process."""
+    """A worker's settings: plain values, which can be sent to another process."""
 
     experiment: Experiment
     run: Run
@@ -148,7 +148,7 @@ class Worker:
         self.layout = workloads.layout_of(setting.experiment, self.workload)
         self._wire = self.layout.extended(self._method.down, self._method.shared)
         reduced = setting.experiment.precision == "bfloat16"
-        alone = setting.side_by_side == 1  # vmap knows no order of pixels
+        alone = setting.side_by_side == 1  # vmap does not support channels_last
         self._model = models.build(self.layout, channels_last=alone, reduced=reduced).to(setting.device)
         self._clients = Clients(setting.folder)
         self._side_by_side = setting.side_by_side
@@ -159,7 +159,8 @@ class Worker:
     # Train ------------------------------------------------------------------------------------------------------------
 
     def learn(self, task: TrainingTask) -> list[TrainedDevice]:
-        """One round of each client, side by side where the run says so. A failure concerns its client alone."""
+        """Trains each client for one round, several at once if the setting says so. A failure affects only its
+        client."""
         states = [self._clients.load(client, task.after) for client in task.clients]
         results: Sequence[TrainResult | FleetError] | None = None
         if self._side_by_side > 1 and len(states) > 1:
@@ -179,7 +180,7 @@ class Worker:
             return error
 
     def _together(self, task: TrainingTask, states: Sequence[ClientState]) -> list[TrainResult] | None:
-        """None where one of them fails: then each is trained alone."""
+        """Trains all clients of the task at once; None if one fails, and then each is trained alone."""
         several = [self._participant(task, *found) for found in zip(task.clients, states, strict=True)]
         with contextlib.suppress(*FAILURES):
             return local_training.train_side_by_side(
@@ -194,13 +195,13 @@ class Worker:
         return Participant(method_state(state), own.x, own.y, rng, task.per_device.get(client, {}))
 
     def _seed(self, task: TrainingTask, client: str) -> Seed:
-        """Of everything random in a device's round; a fleet's device has the same."""
+        """The seed of all randomness in a device's round, the same as on a fleet's device."""
         return self._run.seed, task.round, zlib.crc32(client.encode())
 
     def _sent(
         self, task: TrainingTask, client: str, result: TrainResult | FleetError, before: ClientState
     ) -> TrainedDevice:
-        """Writes the state after the round; returns the update as the server decodes it."""
+        """Writes the state after the round, and returns the update as the server decodes it."""
         try:
             if isinstance(result, FleetError):
                 raise result
@@ -208,7 +209,7 @@ class Worker:
             _check_finite(made.update)
         except FAILURES as error:
             return TrainedDevice(client, error=str(error))
-        stateful = bool(made.state or before)  # a state without a residual takes the place of one with it
+        stateful = bool(made.state or before)  # an empty state must replace an earlier one
         if stateful:
             self._clients.save(client, task.round, made.state)
         plain, size = task.codec == PLAIN, len(made.data)
@@ -266,7 +267,7 @@ class Worker:
         return (later if self._experiment.evaluation.test_step or task.kind == TEST_STEP else own), later
 
     def _answers(self, task: EvaluationTask, support: Part, query: Part, state: ClientState) -> Array:
-        """Classes int64 [N] of the query, by the device's own model."""
+        """The device's answers to the query, classes int64 [N], by its own model."""
         scalars = {"round": float(task.round), "seed": float(self._run.seed)}
         method, model = self._method, self._model
         params = personal_model.adapt(
@@ -338,8 +339,8 @@ def device_of(wanted: str, *, gpu: bool) -> str:
 
 
 def repeatable() -> None:
-    """From now on a GPU gives the same bits for the same work, in whole float32: the kernels that torch knows to be
-    repeatable, in cuBLAS and cuDNN too, and no TF32. Where torch has no such kernel it warns."""
+    """Makes a GPU give the same bits for the same work, in full float32: selects torch's deterministic kernels, also in
+    cuBLAS and cuDNN, and disables TF32. torch warns where it has no deterministic kernel."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -347,7 +348,7 @@ def repeatable() -> None:
 
 
 def chunks(clients: Sequence[str], most: int) -> list[tuple[str, ...]]:
-    """The clients in tasks of nearly equal size, ``most`` at most, in their order: a task is the same whoever does
-    it."""
+    """The clients, in their order, divided into tasks of nearly equal size, at most ``most``. The division depends on
+    nothing else."""
     number = -(-len(clients) // most)
     return [tuple(part) for part in np.array_split(np.array(clients, object), number)] if number else []

@@ -1,6 +1,6 @@
-"""One run: select → broadcast → train → close → evaluate, with the fleet's own algorithms, codecs and closing.
+"""Does one run: select → broadcast → train → close → evaluate, with the fleet's algorithms, codecs and rules.
 
-It goes on where it was ended: a round counts once its checkpoint is on the disk. For a fleet's settings (seed, cohort,
+A stopped run continues after the last round whose checkpoint is on the disk. With a fleet's settings (seed, cohort,
 codecs) it computes what the fleet computes, bit for bit.
 """
 
@@ -56,16 +56,16 @@ IN_MEMORY_BYTES = 256 << 20
 CHECKPOINT_S = 2.0
 MAX_UPDATE_BYTES = 1 << 34
 MODELS = "models"
-"""Of a round's figures: those under other models than the served one, by kind."""
+"""Key in a round's figures: kind of model -> figures under that model instead of the served one."""
 
 
 class Stopped(Exception):
-    """A person stopped the run; the same command goes on."""
+    """The user stopped the run; the same command continues it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Laboratory:
-    """What a run needs. stopped(): whether to stop now. told: receives each round's figures."""
+    """What a run needs. stopped(): whether to stop now. told: called with each round's figures."""
 
     experiment: Experiment
     workload: Workload
@@ -79,7 +79,7 @@ class Laboratory:
 
 
 class Engine:
-    """Runs ``run`` in ``store``."""
+    """Runs ``run``, whose files are in ``store``."""
 
     def __init__(self, lab: Laboratory, run: Run, store: Store):
         self._lab, self._run, self._store = lab, run, store
@@ -114,17 +114,18 @@ class Engine:
                 or self._private_over())
 
     def _private_over(self) -> bool:
-        """Whether another round would pass the limit of epsilon."""
+        """Whether epsilon would exceed its limit after another round."""
         limit, noise = self._privacy.epsilon, self._privacy.noise_multiplier
         return self._told is not None and limit is not None and self._told.after_another(noise) > limit
 
     def _drawn(self) -> tuple[int, int] | None:
-        """(n, N) of devices drawn and there, where nobody sees who was drawn."""
+        """(devices drawn per round, all devices) if epsilon is for observers who do not see which were drawn, else
+        None."""
         return (self._lab.experiment.cohort, len(self._lab.workload.names)) if self._privacy.amplified else None
 
     def _tell(self, number: int) -> dict[str, Any]:
-        """Counts the round; its figures, if updates are private. Without knowledge of who was drawn, each device spends
-        what the draw of a round costs."""
+        """Adds the round to the privacy spent, and returns its figures; empty if updates are not private. For observers
+        who do not see which devices were drawn, every device spends the same in each round."""
         if self._told is None:
             return {}
         asked = ["each"] if self._privacy.amplified else self._downloads.asked(number)
@@ -214,14 +215,14 @@ class Engine:
         return after
 
     def _hidden(self, updates: Iterable[Update], number: int) -> Iterable[Update]:
-        """With the noise of their sum where the aggregator adds it."""
+        """The updates, with noise in their sum if the aggregator adds it."""
         section = self._privacy
         if section.mode != CENTRAL:
             return updates
         return NoisedSum(updates, section.clip, section.noise_multiplier, gaussian.key_of(self._run.seed, number))
 
     def _averaged(self, number: int, asked: Sequence[str]) -> set[str]:
-        """Whose updates the server has: all, or the draw that would be a cohort of so many."""
+        """The devices whose updates the server averages: all, or as many as ``averaged`` says, drawn like a cohort."""
         return set(cohort.select(self._run.seed, number, asked, self._lab.experiment.averaged))
 
     def _chosen(self, way: str) -> Choice:
@@ -230,7 +231,7 @@ class Engine:
         return choose_codec.next_choice(way, self._codecs[way], self._method.client.keeps, past)
 
     def _published(self, before: Checkpoint, codec: str) -> Sent:
-        """The model of the round after ``before``, made once."""
+        """The model for the round after ``before``; it is made once."""
         if self._sent is None or self._sent[0] != before.round + 1:
             self._sent = before.round + 1, self._publish(before, codec)
         return self._sent[1]
@@ -250,7 +251,7 @@ class Engine:
         )
 
     def _take(self, one: TrainedDevice, taken: _Taken, number: int, *, averaged: bool) -> TrainedDevice:
-        """Keeps the update for the closing, and the rest for the figures."""
+        """Keeps the update until the round closes, and returns the rest for the figures."""
         if one.update is not None and averaged:
             update = Update(one.client, one.update, one.samples)
             if not (length := self._screening.measure(update).whole) <= self._screening.ceiling:
@@ -260,7 +261,7 @@ class Engine:
         return replace(one, update=None, averaged=averaged)
 
     def _discarded(self, one: TrainedDevice, number: int, why: str) -> TrainedDevice:
-        """A device whose update of round ``number`` is refused keeps the state that it had before."""
+        """Marks a device whose update of round ``number`` is refused; it keeps its earlier state."""
         self._store.clients.forget(one.client, number)
         return replace(one, error=why)
 
@@ -313,8 +314,8 @@ def _equal(one: Params, other: Params) -> bool:
 
 
 class _Taken(Iterable[Update]):
-    """Updates in the order in which they came, which is the closing order; the first 256 MiB in memory, others on
-    disk. Can be iterated any number of times."""
+    """Updates in the order of arrival, which is the closing order: the first 256 MiB in memory, the others on disk. Can
+    be iterated any number of times."""
 
     def __init__(self, folder: Path):
         self._folder, self._bytes = folder, 0

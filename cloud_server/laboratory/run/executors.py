@@ -1,7 +1,7 @@
-"""Where the devices of a run compute: in this process, in several processes, or on a Ray cluster.
+"""Executors do the devices' work of a run: in this process, in several processes, or on a Ray cluster.
 
-All give the same results in the same order: a task is a fixed group of devices, and a device's result depends on the
-run, the round and the device alone.
+All give the same results in the same order: a task is a fixed group of devices, and a device's result depends only on
+the run, the round and the device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def evaluation_tasks(task: EvaluationTask) -> list[EvaluationTask]:
 
 
 class Inline:
-    """In this process."""
+    """Does the work in this process."""
 
     def __init__(self, setting: Setting, workload: Workload):
         self._worker, self._size = Worker(setting, workload), setting.side_by_side
@@ -78,7 +78,7 @@ class Inline:
 
 
 class Processes:
-    """In ``count`` processes of one thread each, which end with this one."""
+    """Does the work in ``count`` processes of one thread each, which end with this process."""
 
     def __init__(self, setting: Setting, count: int):
         self._setting = setting
@@ -93,7 +93,7 @@ class Processes:
         yield from self._each(_evaluate, evaluation_tasks(task))
 
     def _each(self, work: Callable[[Any], list[Any]], parts: Sequence[Any]) -> Iterator[Any]:
-        """Yields each result and drops it: a round's updates are never in memory together."""
+        """Yields each result and drops it, so that a round's updates are never all in memory."""
         waiting = deque[Future[list[Any]]]()
         try:
             waiting.extend(self._pool.submit(work, part) for part in parts)
@@ -111,8 +111,9 @@ class Processes:
 
 
 class RayExecutor:
-    """Actors of a Ray cluster, ``count`` or one for each of its CPUs, whose machines see the run's folder and the data
-    under the same paths. RAY_ADDRESS names the cluster; without it Ray takes the one that is here, or starts one."""
+    """Does the work in ``count`` actors of a Ray cluster, by default one per CPU. All its machines must have the run's
+    folder and the data under the same paths. RAY_ADDRESS names the cluster; without it, Ray uses a cluster on this
+    machine or starts one."""
 
     def __init__(self, setting: Setting, count: int = 0):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -133,7 +134,7 @@ class RayExecutor:
         yield from self._each("evaluate", evaluation_tasks(task))
 
     def _each(self, what: str, parts: Sequence[Any]) -> Iterator[Any]:
-        """One task at a time for each actor, the next as it becomes free."""
+        """Gives each actor one task at a time, and the next when it is free."""
         free, todo = list(self._actors), deque(enumerate(parts))
         at_work, done = dict[Any, tuple[int, Any]](), dict[int, Any]()
         try:
@@ -149,7 +150,7 @@ class RayExecutor:
                     done[number] = self._result(ready)
                 yield from done.pop(told)
         finally:
-            if at_work:  # an error: who is still at work would write beside the run that goes on
+            if at_work:  # after an error: actors still at work would write while the run is resumed
                 self._ray.wait(list(at_work), num_returns=len(at_work))
 
     def _result(self, ready: Any) -> Any:
@@ -178,7 +179,8 @@ def _begin(setting: Setting) -> None:
 
 
 def end_with_parent() -> None:
-    """This process leaves interrupts to its parent, and does not outlive it: it would wait for work for ever."""
+    """Makes this process ignore interrupts, which its parent handles, and end with its parent, because it would wait
+    for work forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:

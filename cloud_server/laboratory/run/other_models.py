@@ -1,9 +1,9 @@
-"""Models beside the served one under which a run can evaluate its devices, so that methods are compared alike.
+"""Other models than the served one with which a run can evaluate its devices, so that methods are compared alike.
 
-``server`` is the server's own model. ``latest-mean`` is the mean of every device's latest model, the first weights for
-one that never took part (Acar et al., ICML 2021, evaluate this); it needs a model of each device on the disk.
-``running-mean`` starts from the first weights and moves by P/m towards the mean of a round's P models out of m; for
-PFLDyn and PFLScaf it is the served model. The last two exist where devices send changes of the model.
+``server`` is the server's own model. ``latest-mean`` is the mean of all devices' latest models, which Acar et al. (ICML
+2021) evaluate; a device that never took part counts with the first weights. It needs a model of each device on the
+disk. ``running-mean`` starts from the first weights and moves by P/m towards the mean of a round's P models out of m;
+for PFLDyn and PFLScaf it is the served model. The last two exist only if devices send changes of the model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from cloud_server.laboratory.plan.experiment import LATEST, RUNNING, SERVER
 from cloud_server.laboratory.run.run_folder import OTHER_MODELS, Clients
+from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import Method, ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
@@ -22,7 +23,7 @@ MODEL = "model"
 
 
 class OtherModels:
-    """Those of one run in ``folder``. first: the server's model before the first round."""
+    """The other models of one run, stored in ``folder``. first: the server's model before the first round."""
 
     def __init__(
         self, wanted: Collection[str], method: Method, hyper: Any, folder: Path, names: Sequence[str], first: Params
@@ -35,12 +36,12 @@ class OtherModels:
         self._written = set[str]()
 
     def resume(self, number: int) -> None:
-        """Drops what was written after round ``number``."""
+        """Deletes models written after round ``number``."""
         for kept in (self._latest, self._running):
             kept.forget_after(number)
 
     def close(self, number: int, sent: Params, updates: Iterable[Update], refused: Collection[str]) -> None:
-        """Takes the models of round ``number``. sent: what devices started from."""
+        """Takes the models of round ``number``. sent: the model that devices started from."""
         if not {RUNNING, LATEST} & set(self._wanted):
             return
         anchor, total, count = trees.widened(trees.only(sent, self._method.shared)), None, 0
@@ -53,13 +54,12 @@ class OtherModels:
                 self._latest.save(update.device, number, {MODEL: moved})
                 self._written.add(update.device)
         if RUNNING in self._wanted and total is not None:
-            before, share = self._running_mean(number - 1), min(1.0, count / len(self._names))
-            mean = trees.scale(total, 1 / count)
-            after = trees.apply(lambda old, new: old + (new - old) * share, before, mean)
+            before, mean = self._running_mean(number - 1), trees.scale(total, 1 / count)
+            after = aggregation.running_mean(before, mean, count, len(self._names))
             self._running.save(RUNNING, number, {MODEL: after})
 
     def saved(self, number: int) -> None:
-        """The rounds up to ``number`` count."""
+        """Call it when the rounds up to ``number`` count; deletes older models."""
         for device in self._written:
             self._latest.drop_older(device, number)
         self._running.drop_older(RUNNING, number)
@@ -88,5 +88,5 @@ class OtherModels:
 
 
 def _sum(anchor: Params, change: Params) -> Params:
-    """The arrays of ``change``, added to those of ``anchor``; a round may train a part of the model."""
+    """``anchor`` + ``change``, for the arrays in ``change``; a round may train only a part of the model."""
     return {g: {n: anchor[g][n] + a for n, a in named.items()} for g, named in change.items() if g in anchor}

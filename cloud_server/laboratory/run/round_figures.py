@@ -24,9 +24,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Costs:
-    """Joules per FLOP and per byte on a board, from the constants in its profile. j_per_flop: None without a cited one.
-    source, spread: of computing; source is empty without a board. Idle time is not included, because a simulation has
-    no device time."""
+    """Joules per FLOP and per byte on a board, from the constants in its profile. j_per_flop: None if the profile cites
+    none. source, spread: those of the constant for computing; source is empty without a board. Idle time is not
+    included, because a simulation has no device time."""
 
     j_per_flop: float | None = None
     radio: RadioModel = NO_RADIO
@@ -67,7 +67,7 @@ class Spent:
 def of_round(
     number: int, method: Method, learned: Sequence[TrainedDevice], down_bytes: int, costs: Costs
 ) -> dict[str, Any]:
-    """A round's figures without its evaluation; missing ones are left out. down_bytes: to all devices."""
+    """A round's figures without its evaluation; missing ones are left out. down_bytes: bytes to all devices."""
     counted = [one for one in learned if not one.error]
     sent = [one for one in counted if one.averaged]
     skipped = sum(one.skipped for one in sent)
@@ -93,8 +93,8 @@ def of_round(
 
 
 def evaluated(evaluations: Iterable[DeviceEvaluation]) -> dict[str, Any]:
-    """A round's evaluation: accuracy over devices and pooled, macro-F1, variance, nVAR; the same with a gradient step
-    at test, for new devices by support share, and for novel classes."""
+    """The figures of a round's evaluation: accuracy over devices and pooled, macro-F1, variance, nVAR; likewise with a
+    gradient step at test, for new devices by support share, and for novel classes."""
     of: dict[tuple[str, float], list[DeviceEvaluation]] = {}
     for evaluated in evaluations:
         of.setdefault((evaluated.kind, evaluated.support), []).append(evaluated)
@@ -141,8 +141,8 @@ def macro_f1(confusion_NM: Array) -> float:
 
 def nvar(evaluations: Sequence[DeviceEvaluation]) -> float | None:
     """Normalized variance of the representation (Lim et al. 2024, Table 4): over classes k, the mean squared distance
-    of the class's test samples to their mean c_k, divided by that of c_k to the nearest other class mean. None where
-    there are fewer than two classes, or no representation."""
+    of the class's test samples to their mean c_k, divided by that of c_k to the nearest other class mean. None if
+    there are fewer than two classes or no representation."""
     taken = [v.moments for v in evaluations if v.moments is not None]
     if not taken:
         return None

@@ -1,14 +1,14 @@
-"""A run's folder: what it was asked, its state after every round, its figures, its result.
+"""A run's folder: its settings, its state after every round, its figures, its result.
 
-    run.json            experiment, method, hyper-parameters, seed; a run goes on only with the same
+    run.json            experiment, method, hyper-parameters, seed; a run continues only with the same
     state/              the server's last checkpoints
-    clients/ID/         a device's state after the rounds that it took part in: round-N.safetensors
+    clients/ID/         a device's state after each round that it took part in: round-N.safetensors
     rounds.jsonl        one line of figures per round
-    result.json         once it has ended
+    result.json         the result, once the run has ended
 
-A round counts once its checkpoint, or a later one, is on the disk. What a killed run wrote after that is dropped when
-the run goes on, so that it computes what an uninterrupted one does, bit for bit. (After a power cut a device's state
-may be missing though its round counts: only a fleet survives that.)
+A round counts when its checkpoint, or a later one, is on the disk. Files that a killed run wrote after that are dropped
+when the run continues, so that it computes what an uninterrupted one does, bit for bit. (After a power cut a device's
+state may be missing although its round counts; only a fleet survives that.)
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ OTHER_MODELS = "other-models"
 
 
 class Clients:
-    """The devices' states on disk; shared by the processes of one run, of which one writes a device at a time."""
+    """The devices' states on disk. The processes of a run share them; only one at a time writes a device's state."""
 
     def __init__(self, folder: Path):
         self._folder = folder / "clients"
 
     def load(self, client: str, after: int) -> dict[str, Params]:
-        """The state of ``client`` after its last counted round up to ``after``; empty where it never took part."""
+        """The state of ``client`` after its last round up to ``after``; empty if it never took part."""
         found = [path for number, path in _files(self._of(client)) if number <= after]
         if not found:
             return {}
@@ -52,21 +52,21 @@ class Clients:
         return dict[str, Params](storage.unflatten_roles(arrays))
 
     def save(self, client: str, number: int, state: Mapping[str, Params]) -> None:
-        """The state that follows from round ``number``; the one before stays until ``drop_older``."""
+        """Writes the state after round ``number``. The previous state stays until ``drop_older``."""
         path = self._of(client) / f"round-{number:09d}.safetensors"
         storage.write_arrays(path, storage.flatten_roles(state), durable=False)
 
     def drop_older(self, client: str, number: int) -> None:
-        """The rounds up to ``number`` count: only the last state up to it is kept."""
+        """Call it when the rounds up to ``number`` count. Deletes all states up to ``number`` but the last."""
         for _, path in [found for found in _files(self._of(client)) if found[0] <= number][:-1]:
             path.unlink(missing_ok=True)
 
     def forget(self, client: str, number: int) -> None:
-        """Drops the state that ``save`` has written for a round whose update does not count."""
+        """Deletes the state that ``save`` wrote for a round in which the device's update does not count."""
         (self._of(client) / f"round-{number:09d}.safetensors").unlink(missing_ok=True)
 
     def forget_after(self, number: int) -> None:
-        """Drops what was written for rounds that do not count."""
+        """Deletes the states of rounds after ``number``, which do not count."""
         for folder in self._folder.glob("*"):
             for torn in folder.glob(".*"):
                 torn.unlink(missing_ok=True)
@@ -75,12 +75,12 @@ class Clients:
                     path.unlink(missing_ok=True)
 
     def _of(self, client: str) -> Path:
-        """A client's name may be any text; a folder's may not."""
+        """The client's folder, named by a hash because a client's name may be any text."""
         return self._folder / hashlib.sha256(client.encode()).hexdigest()[:32]
 
 
 def _files(folder: Path) -> list[tuple[int, Path]]:
-    """(round, path), in order."""
+    """(round, path) of each state, in order of rounds."""
     return [(int(path.stem.partition("-")[2]), path) for path in sorted(folder.glob("round-*.safetensors"))]
 
 
@@ -92,7 +92,7 @@ class Store:
         self.clients = Clients(folder)
 
     def check(self, asked: Mapping[str, Any]) -> None:
-        """Raises ConfigError where the folder holds another run or other files."""
+        """Raises ConfigError if the folder holds another run or other files."""
         if (self.folder / "run.json").exists():
             if settled(self.asked()) != json.loads(json.dumps(asked)):
                 raise ConfigError("holds a run with other settings", where=str(self.folder), hint="give another --out")
@@ -101,8 +101,8 @@ class Store:
 
     @contextlib.contextmanager
     def begun(self, asked: Mapping[str, Any]) -> Iterator[None]:
-        """Begins a run or goes on with it; one process at a time. Raises ConfigError as ``check`` does, and StateError
-        where another process runs it."""
+        """A context in which this process alone begins or continues the run. Raises ConfigError as ``check`` does, and
+        StateError if another process runs it."""
         self.check(asked)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as lock:
@@ -115,7 +115,7 @@ class Store:
             yield
 
     def asked(self) -> dict[str, Any]:
-        """Raises StateError."""
+        """The run's settings. Raises StateError if they cannot be read."""
         return read_table(self.folder / "run.json")
 
     @property
@@ -125,7 +125,7 @@ class Store:
     # Rounds -----------------------------------------------------------------------------------------------------------
 
     def resume(self, first: Params) -> Checkpoint | None:
-        """The checkpoint of the last round that counts, or None; drops what was written after it."""
+        """The checkpoint of the last round that counts, or None. Drops everything that was written after it."""
         for torn in self.folder.glob(".*.json*"):
             torn.unlink(missing_ok=True)
         checkpoints, kept = self._checkpoints(), _files(self.folder / "state")
@@ -137,11 +137,11 @@ class Store:
         return checkpoints.load(number, first) if kept else None
 
     def _checkpoints(self) -> Checkpoints:
-        """Only for the process that holds the lock: it deletes interrupted writes."""
+        """Use it only while holding the lock: it deletes the files of interrupted writes."""
         return Checkpoints(self.folder / "state")
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """A round's figures, before its checkpoint."""
+        """Writes a round's figures. Call it before the round's checkpoint is saved."""
         path = self.folder / "rounds.jsonl"
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -150,7 +150,8 @@ class Store:
             raise StateError(f"cannot be written: {error.strerror or error}", where=str(path)) from error
 
     def save(self, checkpoint: Checkpoint, taken: Collection[str]) -> None:
-        """All rounds up to this one count from now on. taken: devices that wrote a state since the last checkpoint."""
+        """Writes a checkpoint: from now on all rounds up to it count. taken: devices that wrote a state since the last
+        checkpoint."""
         self._checkpoints().save(checkpoint)
         for client in taken:
             self.clients.drop_older(client, checkpoint.round)
@@ -172,11 +173,11 @@ class Store:
         storage.write_json(self.folder / "result.json", result)
 
     def result(self) -> dict[str, Any]:
-        """Raises StateError."""
+        """The content of result.json. Raises StateError if it cannot be read."""
         return read_table(self.folder / "result.json")
 
     def forget_clients(self) -> None:
-        """The devices' states and models are not needed once a run has ended."""
+        """Deletes the devices' states and models, which an ended run does not need."""
         for name in ("clients", OTHER_MODELS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -186,7 +187,7 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(storage.read_bytes(path, limit=MAX_JSON_BYTES))
     except ValueError as error:
-        raise StateError(f"is no JSON: {error}", where=str(path)) from error
+        raise StateError(f"is not JSON: {error}", where=str(path)) from error
     if not isinstance(found, dict):
         raise StateError("holds no table", where=str(path))
     return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Group
@@ -14,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cloud_server.figures.formatting import plain_text, seconds_text, share_text
-from cloud_server.figures.live_display import live
+from cloud_server.figures.live_display import Display
 
 SHOWN_RUNS = 16
 LINE_EVERY_S = 10.0
@@ -37,7 +35,7 @@ class _Last:
         return text if number == self.round else f"{text} in round {number}"
 
 
-class Progress:
+class Progress(Display):
     """Shows the rounds of several runs as they end. Use it as a context manager.
 
     runs: those not yet ended. rounds: the maximum of each run. Plain lines, also used on a terminal with NO_COLOR, show
@@ -46,32 +44,16 @@ class Progress:
 
     def __init__(self, runs: Sequence[str], rounds: int, stream: TextIO | None = None,
                  clock: Callable[[], float] = time.monotonic):
+        super().__init__(stream)
         self._left, self._rounds, self._clock = dict.fromkeys(runs, rounds), rounds, clock
         self._last: dict[str, _Last] = {}
         self._line_at: dict[str, float] = {}
         self._first_s: float | None = None
         self._rounds_timed, self._drawn_s = 0, 0.0
-        self._stream = stream or sys.stderr
-        self._live = live(self._stream)
 
-    def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _finish(self) -> None:
         if self._live:
             self._live.update(self.table(), refresh=True)
-            self._live.stop()
-
-    def say(self, line: str) -> None:
-        """Prints a line of text, above the table if there is one."""
-        if self._live:
-            self._live.console.print(Text(plain_text(line)))
-        else:
-            print(plain_text(line), file=self._stream, flush=True)
 
     def round_ended(self, run: str, row: Mapping[str, Any]) -> None:
         """Shows a round of ``run``. row: its figures."""

@@ -1,7 +1,7 @@
 """Runs all runs of an experiment on all cores; each run writes a ``result.json``.
 
 Runs are processes that work in parallel. With fewer runs than cores, the devices of a run are spread over processes
-too. The results do not depend on either. """
+too. The results depend on neither."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RunTask:
-    """One run to do in ``folder``; it can be sent to another process. processes: how many work on its devices."""
+    """One run, to be done in ``folder``; it can be sent to another process. processes: how many work on its devices."""
 
     experiment: Experiment
     run: Run
@@ -274,7 +274,7 @@ def _received(pipe: Any, child: Any) -> tuple[str, Any]:
         kind, value = pipe.recv()  # pickle is safe here: the sender is a child of this process
     except (EOFError, OSError):
         child.join()
-        return "ended", f"its process ended with exit code {child.exitcode}; the same command goes on where it was"
+        return "ended", f"its process ended with exit code {child.exitcode}; the same command continues the run"
     return kind, value
 
 

@@ -74,8 +74,7 @@ class DynServer(ServerRule):
         mean = trees.axpy(1 / count, delta_sum, state.model)
         dual = trees.axpy(-hyper.penalty / members, delta_sum, state.memory["dual"])
         model = trees.axpy(-1 / hyper.penalty, dual, mean)
-        share = min(1.0, count / members)
-        served = trees.apply(lambda old, new: old + (new - old) * share, state.served, mean)
+        served = aggregation.running_mean(state.served, mean, count, members)
         return replace(state, model=model, served=served, memory={"dual": dual})
 
     def joined(self, state: ServerState, members: int) -> ServerState:

@@ -100,8 +100,7 @@ class ScafServer(ServerRule):
         decoded = state.memory.get("heard", state.memory["control"])
         moved = change(trees.scale(decoded, count), delta_sum, distance(hyper, state.round))
         control = trees.axpy(1 / members, moved, state.memory["control"])
-        share = min(1.0, count / members)
-        served = trees.apply(lambda old, new: old + (new - old) * share, state.served, mean)
+        served = aggregation.running_mean(state.served, mean, count, members)
         return replace(state, model=mean, served=served, memory={"control": control})
 
     def joined(self, state: ServerState, members: int) -> ServerState:

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_core.base.errors import DataError
-from fleet_core.data.partitions.shares import Counts, Share, Source, apportion, cut, on_classes, shares_of
+from fleet_core.data.partitions.shares import Counts, Share, Source, apportion, on_classes, shares_of
 
 DEVICES: dict[str, Any] = {"min": 1, "max": 100_000}
 SAMPLES: dict[str, Any] = {"min": 1, "max": 10_000_000}
@@ -77,8 +77,8 @@ class HalfAndHalf:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """least, most: samples of the smallest and the largest device. train_fraction: of a device's samples. A train and a
-    test set are combined."""
+    """least, most: samples of the smallest and the largest device. train_fraction: share of a device's samples for
+    training. A train and a test set are combined."""
 
     devices: int = field(default=20, metadata=DEVICES)
     classes_per_device: int = field(default=2, metadata=CLASSES)
@@ -89,9 +89,9 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """concentration: α. min_samples: of a device (with one set: training and test samples together, else training
-    samples); proportions that allow fewer are drawn again, up to 100 times. train_fraction: of a device's samples, if
-    there is one set."""
+    """concentration: α. min_samples: least samples of a device (with one set: training and test samples together, else
+    training samples); proportions that allow fewer are drawn again, up to 100 times. train_fraction: share of a
+    device's samples for training, if there is one set."""
 
     devices: int = field(default=100, metadata=DEVICES)
     concentration: float = field(default=0.5, metadata={"min": 1e-3, "max": 1e6})
@@ -101,7 +101,7 @@ class Dirichlet:
 
 @dataclass(frozen=True)
 class SomeClasses:
-    """train_fraction: of a device's samples, if there is one set."""
+    """train_fraction: share of a device's samples for training, if there is one set."""
 
     devices: int = field(default=100, metadata=DEVICES)
     classes_per_device: int = field(default=2, metadata=CLASSES)
@@ -134,8 +134,7 @@ def power_law(options: PowerLaw, source: Source, rng: np.random.Generator) -> li
     held = _consecutive(options.devices, options.classes_per_device, len(source.classes))
     sizes = rng.permutation(falling_sizes(options.devices, options.least, options.most))
     counts = _even(sizes, held, len(source.classes))
-    train = cut(counts, options.train_fraction)
-    return shares_of(source.as_one().deal(train, counts - train, rng))
+    return shares_of(source.as_one().divide(counts, options.train_fraction, rng))
 
 
 def dirichlet(options: Dirichlet, source: Source, rng: np.random.Generator) -> list[Share]:
@@ -151,8 +150,7 @@ def dirichlet(options: Dirichlet, source: Source, rng: np.random.Generator) -> l
         largest = max(largest, size)
         if size >= options.min_samples:
             if source.test is None:
-                first = cut(train, options.train_fraction)
-                return shares_of(source.deal(first, train - first, rng))
+                return shares_of(source.divide(train, options.train_fraction, rng))
             return shares_of(source.deal(train, _of_equal_size(proportions, source.test.counts), rng))
     raise DataError(
         f"{MAX_DRAWS} draws of the proportions gave each device {largest} samples at most",
@@ -174,8 +172,7 @@ def some_classes(options: SomeClasses, source: Source, rng: np.random.Generator)
     train = divided(source.train.counts)
     if source.test is not None:
         return shares_of(source.deal(train, divided(source.test.counts), rng))
-    first = cut(train, options.train_fraction)
-    return shares_of(source.deal(first, train - first, rng))
+    return shares_of(source.divide(train, options.train_fraction, rng))
 
 
 # parts of the above -------------------------------------------------------------------------------------------------

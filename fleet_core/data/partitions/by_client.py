@@ -13,17 +13,25 @@ import numpy as np
 
 from fleet_core.base.errors import DataError
 from fleet_core.data.partitions.by_class import DEVICES, FRACTION
-from fleet_core.data.partitions.shares import Hand, Rows, Share, Source, Stock, cut, shares_of, split_rows
-from fleet_core.data.samples import Samples
-from fleet_core.data.time_split import by_time
+from fleet_core.data.partitions.shares import (
+    Hand,
+    Rows,
+    Share,
+    Source,
+    Stock,
+    cut,
+    shares_of,
+    split_rows,
+    split_rows_by_time,
+)
 
 
 @dataclass(frozen=True)
 class Natural:
     """min_samples: clients with fewer are left out. max_clients: number of clients chosen at random, 0 for all.
     max_samples: number of samples of each client chosen at random, 0 for all. split: ``random``, stratified by class,
-    or ``time`` (``by_time``). train_fraction: of a client's samples, or of its time. A train and a test set are
-    combined."""
+    or ``time`` (``by_time``). train_fraction: share of a client's samples, or of its time, for training. A train and
+    a test set are combined."""
 
     min_samples: int = field(default=2, metadata={"min": 2, "max": 10_000_000})
     max_clients: int = field(default=0, metadata={"min": 0, "max": 10_000_000})
@@ -34,7 +42,7 @@ class Natural:
 
 @dataclass(frozen=True)
 class Iid:
-    """train_fraction: of a device's samples, if there is one set."""
+    """train_fraction: share of a device's samples for training, if there is one set."""
 
     devices: int = field(default=100, metadata=DEVICES)
     train_fraction: float = field(default=0.75, metadata=FRACTION)
@@ -53,7 +61,7 @@ def natural(options: Natural, source: Source, rng: np.random.Generator) -> list[
     groups = np.split(rows[np.argsort(index, kind="stable")], np.cumsum(counts)[:-1])
     if options.max_samples:
         groups = [np.sort(rng.permutation(group)[: options.max_samples]) for group in groups]
-    split = _by_time if options.split == "time" else _at_random
+    split = _in_time if options.split == "time" else _at_random
     return [Share(str(names[k]), *split(groups[k], source, options.train_fraction, rng)) for k in chosen]
 
 
@@ -80,7 +88,5 @@ def _at_random(rows: Rows, source: Source, fraction: float, rng: np.random.Gener
     return split_rows(rows, source.y[rows], cut(counts[None], fraction)[0], rng)
 
 
-def _by_time(rows: Rows, source: Source, fraction: float, rng: np.random.Generator) -> Hand:
-    time = None if source.time is None else source.time[rows]
-    train, test = by_time(Samples(rows[:, None], source.y[rows], time=time), fraction)
-    return np.sort(train.x[:, 0]), np.sort(test.x[:, 0])
+def _in_time(rows: Rows, source: Source, fraction: float, rng: np.random.Generator) -> Hand:
+    return split_rows_by_time(rows, source.y, source.time, fraction)

@@ -17,7 +17,7 @@ from fleet_core.data.samples import Samples
 
 @dataclass(frozen=True)
 class Partition:
-    """options: the class of its options. make: (options, source, generator) -> shares. source: the paper."""
+    """source: the paper. options: the class of its options. make: (options, source, generator) -> shares."""
 
     name: str
     title: str
@@ -59,7 +59,7 @@ def partition(
     """The shares of all devices, a function of the arguments.
 
     Args:
-        options: of the class ``PARTITIONS[name].options``.
+        options: an object of the class ``PARTITIONS[name].options``.
         train: all samples, or only the training samples if ``test`` has the test samples.
         without: classes that no device gets.
 

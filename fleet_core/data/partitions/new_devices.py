@@ -29,9 +29,9 @@ from fleet_core.data.partitions.shares import (
     on_classes,
     shares_of,
     split_rows,
+    split_rows_by_time,
 )
 from fleet_core.data.samples import Samples
-from fleet_core.data.time_split import by_time
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,7 @@ def support_query(share: Share, y: NDArray[np.int64], support_fraction: float, *
 def time_split(share: Share, samples: Samples, fraction: float) -> tuple[Rows, Rows]:
     """(support, query): all rows of the device, split after the first ``fraction`` of its time (``by_time``). A class
     that occurs only later is not in the support. samples: the pool."""
-    rows = np.sort(share.rows)
-    time = None if samples.time is None else samples.time[rows]
-    early, late = by_time(Samples(rows[:, None], samples.y[rows], time=time), fraction)
-    return np.sort(early.x[:, 0]), np.sort(late.x[:, 0])
+    return split_rows_by_time(np.sort(share.rows), samples.y, samples.time, fraction)
 
 
 def within(shares: Sequence[Share], samples: Samples, split: str, fraction: float, *, seed: int) -> tuple[Share, ...]:

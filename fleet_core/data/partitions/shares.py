@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError, shortened
 from fleet_core.data.samples import Samples
+from fleet_core.data.time_split import by_time
 
 Rows = NDArray[np.int64]
 Counts = NDArray[np.int64]
@@ -155,12 +156,21 @@ def split_rows(rows: Rows, y: NDArray[np.int64], before: Counts, rng: np.random.
     return np.sort(rows[order[first]]), np.sort(rows[order[~first]])
 
 
+def split_rows_by_time(
+    rows: Rows, y: NDArray[np.int64], time: NDArray[np.float64] | None, fraction: float
+) -> Hand:
+    """Splits one device's rows [n] after the first ``fraction`` of its time (``by_time``). y, time: of the pool."""
+    of_rows = Samples(rows[:, None], y[rows], time=None if time is None else time[rows])
+    first, second = by_time(of_rows, fraction)
+    return np.sort(first.x[:, 0]), np.sort(second.x[:, 0])
+
+
 # dealing ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Stock:
-    """A set to draw from. rows: int64 [n], of the pool. kinds: int64 [n], their classes as indices into
+    """A set to draw from. rows: int64 [n], rows of the pool. kinds: int64 [n], their classes as indices into
     ``Source.classes``. counts: int64 [C], rows per class."""
 
     name: str
@@ -187,8 +197,8 @@ class Stock:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a partition draws from. classes: the labels that occur, ascending. test: None with one set. y: int64 [N],
-    client: str [N] or None, time: float64 [N] or None, of the pool."""
+    """What a partition draws from. classes: the labels that occur, ascending. test: None with one set. y int64 [N],
+    client str [N] or None, time float64 [N] or None: columns of the pool."""
 
     classes: tuple[int, ...]
     train: Stock
@@ -257,6 +267,12 @@ class Source:
             hands = self.train.deal(np.concatenate([train_MC, test_MC]), rng)
             return list(zip(hands[: len(train_MC)], hands[len(train_MC) :], strict=True))
         return list(zip(self.train.deal(train_MC, rng), self.test.deal(test_MC, rng), strict=True))
+
+
+    def divide(self, counts_MC: Counts, fraction: float, rng: np.random.Generator) -> list[Hand]:
+        """Deals ``counts_MC`` rows of one set, ``fraction`` of each device's for training (``cut``)."""
+        first = cut(counts_MC, fraction)
+        return self.deal(first, counts_MC - first, rng)
 
 
 def shares_of(hands: list[Hand], labels: list[tuple[int, ...]] | None = None, prefix: str = "device") -> list[Share]:

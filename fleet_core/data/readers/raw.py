@@ -18,7 +18,7 @@ class Raw:
     labels are not required and absent.
 
     row: name of sample i in messages ("row 3" of an array, "line 5" of a text file, "cat/1.png" of a folder).
-    notes: for people, about how the file was read.
+    notes: sentences for the user about how the file was read.
     """
 
     x: NDArray[Any]
@@ -34,8 +34,8 @@ class Raw:
 class Cut:
     """How a table of readings is cut into windows.
 
-    shape: of the fleet's samples, or None. window: readings in a window, without a shape. stride: readings between the
-    starts of two windows; None: the length of a window, so that windows do not overlap.
+    shape: shape of the fleet's samples, or None. window: readings in a window, if shape is None. stride: readings
+    between the starts of two windows; None: the length of a window, so that windows do not overlap.
     """
 
     shape: tuple[int, ...] | None = None

@@ -33,7 +33,7 @@ class Names:
 @dataclass(frozen=True, eq=False)
 class Table:
     """values: float64 [N, F] of the columns ``names``, all finite. time: float64 [N] in seconds. lines: int64 [N], line
-    numbers from 1. where: the file. limit_bytes: of arrays made from the table."""
+    numbers from 1. where: the file. limit_bytes: the largest size of arrays made from the table."""
 
     where: str
     names: tuple[str, ...]

@@ -48,7 +48,8 @@ def unlzma(path: Path, to: IO[bytes], limit_bytes: int) -> None:
 def tar_files(path: Path, wanted: Callable[[str], object], limit_bytes: int) -> Iterator[tuple[str, bytes]]:
     """(name, content) of the regular files of a .tar.gz whose name is wanted, in their order.
 
-    limit_bytes: of the whole archive unpacked. Links, devices and folders are ignored. Raises DataError.
+    limit_bytes: the largest size of the whole archive, unpacked. Links, devices and folders are ignored. Raises
+    DataError.
     """
     try:
         with gzip.open(path) as packed:
@@ -72,7 +73,7 @@ def zip_files(
 ) -> Iterator[tuple[str, bytes]]:
     """(name, content) of the regular files of a .zip whose name is wanted, in their order.
 
-    limit_bytes: of the wanted files together, unpacked. Raises DataError.
+    limit_bytes: the largest size of the wanted files together, unpacked. Raises DataError.
     """
     total = 0
     try:

@@ -40,11 +40,11 @@ class Original:
 class Entry:
     """A named set.
 
-    shape, dtype: of one sample, without the batch axis. classes: number of labels.
+    shape, dtype: shape and dtype of one sample, without the batch axis. classes: number of labels.
     train, test: number of samples of the official parts; None when known only after conversion, 0 without such a part.
     client: what the clients are (writers, people), or None. clients: their number.
     terms: what the licence requires or leaves open. redistribute: whether everyone may redistribute the data.
-    version: of the reader; sets converted by an older version are fetched again.
+    version: version of the reader; sets converted by an older version are fetched again.
     scale, mean, std: as in InputSpec. figures: source of mean and std.
     model: the recommended named model; by default the one for samples of this shape.
     files: none for sets that ship with the package or can only be taken from a local copy.

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from edge_agent.compute import adapter
-from edge_agent.compute.onnx_session import Session
 from edge_agent.device.local_samples import few_labels
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState
@@ -67,15 +66,7 @@ def embedded(service: Service, method: str, x: Any) -> Any:
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of samples in each run of a session."""
-    seen: list[int] = []
-    run = Session.run
-
-    def counted(self: Session, x: Any) -> Any:
-        seen.append(len(x))
-        return run(self, x)
-
-    monkeypatch.setattr(Session, "run", counted)
-    return seen
+    return homes.counted_runs(monkeypatch)
 
 
 # What they give -------------------------------------------------------------------------------------------------------

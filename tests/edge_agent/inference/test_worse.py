@@ -14,7 +14,6 @@ import pytest
 
 from edge_agent.commands import device_commands
 from edge_agent.compute import adapter
-from edge_agent.compute.onnx_session import Session
 from edge_agent.device.slots import Slots
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
@@ -138,14 +137,7 @@ def test_a_new_sample_still_costs_one_embedding(tmp_path: Path, monkeypatch: pyt
     """The held-back samples were embedded once, by the session that answers."""
     service = device(tmp_path)
     relearn.learn(service, X[:1], ["a"])
-    seen: list[int] = []
-    run = Session.run
-
-    def counted(self: Session, x: Array) -> Array:
-        seen.append(len(x))
-        return run(self, x)
-
-    monkeypatch.setattr(Session, "run", counted)
+    seen = homes.counted_runs(monkeypatch)
     relearn.learn(service, X[1:2], ["b"])
     assert [count for count in seen if count != 4] == [1], "beside the check of its four golden samples"
 
