@@ -235,8 +235,8 @@ def test_a_model_without_valid_probabilities_never_answers(tmp_path: Path, monke
     monkeypatch.setattr(service, "gives_probabilities", lambda *_: False)
     device.load(PROTO, {}, round_of(2))
     assert device.rolled_back is not None
-    assert "no probabilities" in device.rolled_back.why
-    with pytest.raises(StateError, match="no probabilities"):
+    assert "not probabilities" in device.rolled_back.why
+    with pytest.raises(StateError, match="not probabilities"):
         relearn.personalize(device)
     assert device.answers(X) == homes.restored(place).answers(X) == before
 

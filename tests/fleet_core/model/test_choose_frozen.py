@@ -134,7 +134,7 @@ def test_the_page_says_the_figures_of_the_code() -> None:
     page = (ROOT / "docs" / "freezing.md").read_text(encoding="utf-8")
     for said in (
         f"the mean of an array's last {WINDOW} moves is at most {SMALL:g} of the largest such mean",
-        f"| a probe | {REST} rounds after", f"its move in a probe is above {AGAIN:g} of", f"up to {LONGEST_REST};",
+        f"| a probe | {REST} rounds after", f"its move in a probe is above {AGAIN:g} of", f"at most {LONGEST_REST};",
         f"the mean loss of {WINDOW} rounds is above that of the {WINDOW} before by more than {RISE * 100:g} % and "
         f"{ERRORS:g} standard errors",
     ):
