@@ -38,7 +38,6 @@ from fleet_core.protocol.program_statement import Announcement
 
 REQUEST = "update"
 """A request in the ledger: ``start SERIAL``, ``resume …`` or ``abort …``."""
-ARCHIVE = "program.tar.gz"
 LOOK_S = 1.0
 GRACE_S = 30.0
 """After a connection: devices that were on say so before one counts as late."""
@@ -46,12 +45,13 @@ EXPIRY_S = 30 * 86400
 
 
 class ProgramWaves:
-    """The fleet's update, if there is one. Call ``tick`` often."""
+    """The fleet's update, if there is one. Call ``tick`` often. sign(body): with the fleet's key."""
 
     def __init__(
-        self, fleet: Fleet, link: Link, ledger: Ledger, audit: Recorder, *, clock: Callable[[], float],
-        now: Callable[[], float], log: Callable[[str], None],
+        self, fleet: Fleet, link: Link, ledger: Ledger, audit: Recorder, *, sign: Callable[[bytes], bytes],
+        clock: Callable[[], float], now: Callable[[], float], log: Callable[[str], None],
     ):
+        self._sign = sign
         self._fleet, self._ledger, self._audit = fleet, ledger, audit
         self._clock, self._now, self._log = clock, now, log
         name, kept = fleet.config.fleet.name, fleet.folder / "state" / "published-program.json"
@@ -89,6 +89,10 @@ class ProgramWaves:
         self._connected_at = self._clock()
         if self._update is not None:
             self.publisher.reconnected()
+
+    def again(self) -> None:
+        """Another key signs: the announcement is signed and published again."""
+        self._announced = None
 
     def tick(self) -> None:
         """Raises StateError if the disk cannot be written."""
@@ -174,7 +178,7 @@ class ProgramWaves:
         limit = program_statement.MAX_BYTES
         signed = storage.read_bytes(folder / program_statement.FILE, limit=limit)
         said = program_statement.parse(signed.partition(b"\n")[2])
-        blob, data = self._chunks(folder / ARCHIVE)
+        blob, data = self._chunks(folder / program_statement.ARCHIVE)
         seq = max(int(self._now() * 1000), update.seq + 1)
         self._save(replace(update, seq=seq))
         files = {name: storage.read_bytes(folder / name, limit=limit).decode() for name in said.files}
@@ -185,7 +189,7 @@ class ProgramWaves:
         if not update.plan.url:
             self.publisher.blob(blob, data)
         self.publisher.manifest(
-            self._fleet.signer().sign(messages.encode(announcement)), set() if update.plan.url else {blob.id}
+            self._sign(messages.encode(announcement)), set() if update.plan.url else {blob.id}
         )
 
     def _chunks(self, path: Path) -> tuple[Blob, mmap.mmap]:

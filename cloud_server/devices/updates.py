@@ -77,7 +77,7 @@ def start(
         return terminal.show(schema.plain(plan))
     print(f"{package.version} for {', '.join(shortened(names))}")
     if url:
-        processes.say(f"devices will look for {folder / update_package.ARCHIVE} at {url}")
+        processes.say(f"devices will look for {folder / program_statement.ARCHIVE} at {url}")
     if not made.running():
         processes.say(f"it begins with the aggregator: metafleet server start {typed(fleet)}")
     processes.say(f"how far it is: metafleet updates status {typed(fleet)}")

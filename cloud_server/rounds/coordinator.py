@@ -103,6 +103,7 @@ class Coordinator:
         self._requests()
         if self._parts.keys.tick():
             self._parts.manifests.again()
+            self._parts.programs.again()
         self._parts.receiver.tick()
         if self.link.connected:
             self._go_on()

@@ -137,7 +137,7 @@ def assemble(
     return Parts(
         fleet=fleet, ledger=ledger, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints,
         spool=spool, costs=ReportedCosts(ledger), codecs=codecs, arrays=arrays, publisher=publisher, models=models,
-        programs=ProgramWaves(fleet, link, ledger, audit, clock=clock, now=now, log=log),
+        programs=ProgramWaves(fleet, link, ledger, audit, sign=keys.sign, clock=clock, now=now, log=log),
         served=served, manifests=manifests, messages=messages, tell=tell, receiver=receiver, waiting=waiting,
         first_wait=FirstWait(
             members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log

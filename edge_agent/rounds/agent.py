@@ -100,6 +100,7 @@ class Agent:
         self._disk, self._renewal, self._programs = Disk(home.folder, clock), renewal, updates
         if updates is not None:
             updates.changed, updates.missing = self._announce, self._reporter.missing
+            updates.verifier = lambda: self._check.keys.ring
         self._unwritten: tuple[str, bytes] | None = None  # the message that a full disk kept from being written
         self._attempts = Attempts(self._on_failed, log)
         self._server_boot, self._server_away = "", False

@@ -35,8 +35,10 @@ def system() -> str:
 
 
 class ProgramUpdates:
-    """One device's updates. version: of the program that runs. now_ms: Unix ms. ``state`` is for the presence;
-    ``changed`` is called when it has changed, ``missing`` when chunks do not come. context(): for https."""
+    """One device's updates. key: the fleet's, as the token gave it. version: of the program that runs. now_ms: Unix ms.
+    ``state`` is for the presence; ``changed`` is called when it has changed, ``missing`` when chunks do not come.
+    ``verifier``: of the keys that count now; the agent, which follows the fleet's key, sets it. context(): for https.
+    """
 
     def __init__(
         self, fleet: str, name: str, key: str, home: Path, link: Link, version: str, *,
@@ -44,7 +46,8 @@ class ProgramUpdates:
         result: Path = RESULT,
         context: Callable[[], ssl.SSLContext] = ssl.create_default_context,
     ):
-        self._fleet, self._name, self._verifier, self._version = fleet, name, Verifier(key), version
+        self._fleet, self._name, self._version = fleet, name, version
+        self.verifier: Callable[[], Verifier] = lambda: Verifier(key)
         self._clock, self._now_ms, self._log, self._context = clock, now_ms, log, context
         self._folder = UpdateFolder(home, result)
         self._fetcher = Fetcher(fleet, link, clock, lambda kind, size: None, device=name,
@@ -75,7 +78,7 @@ class ProgramUpdates:
             raise
 
     def _accept(self, payload: bytes) -> None:
-        found, statement = read_announcement(payload, self._verifier, self._fleet)
+        found, statement = read_announcement(payload, self.verifier(), self._fleet)
         last = self._last()
         if last is not None and found.seq < last.seq:
             raise MessageError(f"an announcement with the old sequence number {found.seq}", expected=f"{last.seq}")
@@ -91,7 +94,7 @@ class ProgramUpdates:
     def _last(self) -> Announcement | None:
         payload = self._folder.announced()
         try:
-            return None if payload is None else read_announcement(payload, self._verifier, self._fleet)[0]
+            return None if payload is None else read_announcement(payload, self.verifier(), self._fleet)[0]
         except MessageError:  # of another key or fleet: this device was enrolled anew
             return None
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
-from fleet_core.protocol.program_statement import FILE, MAX_ANNOUNCEMENT_BYTES, Announcement
+from fleet_core.protocol.program_statement import ARCHIVE, FILE, MAX_ANNOUNCEMENT_BYTES, Announcement
 
 RESULT = Path("/opt/metafleet/update-result")
 HELPER = Path("/etc/systemd/system/metafleet-update.path")
 KEY = Path("/etc/metafleet/fleet.pub")
-ARCHIVE, PART, ANNOUNCEMENT, ASKED, READY = "program.tar.gz", "program.part", "announcement", "asked", "ready"
+PART, ANNOUNCEMENT, ASKED, READY = "program.part", "announcement", "asked", "ready"
 MAX_RESULT_BYTES = 4096
 OUTCOMES = ("running", "back", "refused")
 

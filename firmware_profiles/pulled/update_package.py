@@ -23,8 +23,7 @@ from firmware_profiles.ssh import release
 from fleet_core.base import storage
 from fleet_core.base.errors import FlashError
 from fleet_core.protocol import program_statement
-
-ARCHIVE = "program.tar.gz"
+from fleet_core.protocol.program_statement import ARCHIVE
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fleet_core.protocol.signing import Verifier
 from fleet_core.protocol.topics import NAME
 
 FORMAT = "metafleet program 1"
-FILE, MANIFEST = "PACKAGE", "MANIFEST.sha256"
+FILE, MANIFEST, ARCHIVE = "PACKAGE", "MANIFEST.sha256", "program.tar.gz"
 MAX_BYTES, MAX_FILES = 1 << 16, 256
 MAX_ARCHIVE_BYTES = 1 << 32
 MAX_MANIFEST_BYTES, MAX_MANIFEST_FILES = 1 << 25, 200_000

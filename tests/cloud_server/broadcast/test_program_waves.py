@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloud_server.identity import audit_log
-from cloud_server.records import update_record
+from cloud_server.records import signing_keys, update_record
+from cloud_server.records.fleet_folder import Fleet
 from edge_agent.rounds import reports
 from firmware_profiles.pulled.update_package import UpdatePackage
 from fleet_core.protocol import topics
+from fleet_core.protocol.signing import key_id, load_public
 from tests.support.deaths import Death, deadly
 from tests.support.fake_root import an_update
 from tests.support.inprocess import Killed, config_text, without_fsync, world
@@ -146,3 +149,42 @@ def test_an_aggregator_killed_at_any_write_row_or_publish_goes_on_with_its_waves
     assert set(fleet.versions.values()) == {NEW}
     assert fleet.update.attempt == 1
     fleet.until(lambda: topics.program(w.name) not in retained(fleet))
+
+
+# Another key of the fleet ---------------------------------------------------------------------------------------------
+
+
+def rolled(fleet: UpdatingFleet, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The key that follows the fleet's; devices were given the first."""
+    folder, first = fleet.world.fleet.folder, fleet.world.fleet.public_key()
+    monkeypatch.setattr(Fleet, "public_key", lambda made: first)
+    return signing_keys.roll(folder, fleet.world.name, fleet.world.clock.wall(), overlap_s=1000.0).new
+
+
+def signs(fleet: UpdatingFleet, key: str) -> bool:
+    return load_public(fleet.world.fleet.folder / "fleet.pub") == key
+
+
+def test_devices_that_followed_another_key_fetch_what_it_has_signed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make()
+    new = rolled(fleet, monkeypatch)
+    fleet.until(partial(signs, fleet, new))
+    fleet.begin(package(fleet), NAMES, sizes=(1, 2))
+    fleet.until(lambda: fleet.st == "ended")
+    assert fleet.update.of("done") == list(NAMES)
+    assert not fleet.world.logged("refused")
+
+
+def test_a_wave_that_is_under_way_is_announced_again_when_another_key_signs(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make({"a": ("silent", "")})
+    fleet.begin(package(fleet), NAMES, sizes=(1, 2))
+    topic = topics.program(fleet.world.name)
+    fleet.until(lambda: fleet.world.broker.retained.get(topic))
+    new = rolled(fleet, monkeypatch)
+    fleet.until(partial(signs, fleet, new))
+    fleet.until(lambda: fleet.world.broker.retained[topic].split(b":")[1].decode() == key_id(new))
+    assert fleet.update.devices["a"].st == "going"
