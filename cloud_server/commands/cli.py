@@ -126,7 +126,9 @@ def init(
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
     if encrypt_keys:
-        keys.encrypt(fleet)
+        from cloud_server.records import key_files
+
+        key_files.encrypt(fleet)
     audit_log.done(fleet, "init")
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
           f"classes {', '.join(made.config.model.classes)}")

@@ -4,7 +4,6 @@ and other keys in their place."""
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,19 +38,12 @@ def encrypt_keys(
         elif remove:
             key_files.decrypt(fleet)
         else:
-            encrypt(fleet)
+            key_files.encrypt(fleet)
     said = "another passphrase" if change else "keys plain" if remove else "keys encrypted"
     audit_log.done(fleet, "encrypt keys", text=said)
     print(said)
     if not remove:
         processes.say("whoever forgets the passphrase has lost the fleet; copies made before keep what they had")
-
-
-def encrypt(fleet: Path) -> None:
-    """Raises ConfigError, StateError."""
-    from cloud_server.records import key_files
-
-    key_files.encrypt(fleet)
 
 
 def roll_key(

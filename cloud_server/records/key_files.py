@@ -203,13 +203,7 @@ def _text(magic: bytes, key: bytes, data: bytes, **more: str | int) -> bytes:
 
 def _sealed(data: bytes, path: Path) -> Sealed:
     """Raises StateError."""
-    try:
-        found, problems = schema.read(Sealed, json.loads(data))
-    except (ValueError, RecursionError) as error:
-        raise StateError("is damaged", where=str(path), hint="put it back from a backup") from error
-    if found is None:
-        raise StateError(f"is damaged: {problems[0]}", where=str(path), hint="put it back from a backup")
-    return found
+    return schema.stored(Sealed, data, path, "put it back from a backup")
 
 
 def _opened(sealed: Sealed, key: bytes, path: Path) -> bytes:

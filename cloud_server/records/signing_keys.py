@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cloud_server.records import key_files
 from fleet_core.base import schema, storage
-from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.base.errors import ConfigError
 from fleet_core.base.processes import typed
 from fleet_core.protocol import messages, succession
 from fleet_core.protocol.signing import Signer, load_public
@@ -42,13 +42,8 @@ def chain(folder: Path) -> Chain:
     path = folder / FILE
     if not path.exists():
         return Chain()
-    try:
-        found, problems = schema.read(Chain, json.loads(storage.read_bytes(path, limit=succession.MAX_BYTES)))
-    except ValueError as error:
-        raise StateError("is damaged", where=str(path), hint="put it back from a backup") from error
-    if found is None:
-        raise StateError(f"is damaged: {problems[0]}", where=str(path), hint="put it back from a backup")
-    return found
+    data = storage.read_bytes(path, limit=succession.MAX_BYTES)
+    return schema.stored(Chain, data, path, "put it back from a backup")
 
 
 def last(folder: Path) -> Succession | None:

@@ -5,14 +5,12 @@ Written whole before anything of it is published, so that an aggregator that was
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from fleet_core.base import schema, storage
-from fleet_core.base.errors import StateError
 
 T = TypeVar("T")
 
@@ -126,10 +124,4 @@ def write(fleet: Path, update: Update) -> None:
 
 
 def _read(kind: type[T], path: Path) -> T:
-    try:
-        found, problems = schema.read(kind, json.loads(storage.read_bytes(path, limit=MAX_BYTES)))
-    except ValueError as error:
-        raise StateError("is damaged", where=str(path), hint="start the update again") from error
-    if found is None:
-        raise StateError(f"is damaged: {problems[0]}", where=str(path), hint="start the update again")
-    return found
+    return schema.stored(kind, storage.read_bytes(path, limit=MAX_BYTES), path, "start the update again")

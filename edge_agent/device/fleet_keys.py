@@ -7,6 +7,7 @@ A device.toml with a key that is not among them, from a new token, begins anew.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -38,11 +39,10 @@ def kept(folder: Path) -> Kept:
     path = folder / FILE
     if not path.exists():
         return Kept()
-    try:
-        found, _ = schema.read(Kept, json.loads(storage.read_bytes(path, limit=succession.MAX_BYTES)))
-    except (ValueError, RecursionError):
-        found = None
-    return found or Kept()
+    data = storage.read_bytes(path, limit=succession.MAX_BYTES)
+    with contextlib.suppress(StateError):
+        return schema.stored(Kept, data, path, "")
+    return Kept()
 
 
 def save(folder: Path, what: Kept) -> None:

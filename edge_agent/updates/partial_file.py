@@ -34,7 +34,7 @@ class PartialFile:
         try:
             for k in range(self._looked, min(self._looked + most, self.blob.n)):
                 self._file.seek(k * self.blob.chunk)
-                self._note(k, self._file.read(self.blob.length(k)))
+                self._note(k, hashlib.sha256(self._file.read(self.blob.length(k))).digest())
                 self._looked = k + 1
         except OSError as error:
             raise self._failed(error) from error
@@ -46,7 +46,8 @@ class PartialFile:
             raise MessageError(f"chunk {k} has {len(data)} bytes", where=f"blob {self.blob.id}")
         if self._digests[k]:
             return False
-        if hashlib.sha256(data).hexdigest()[:CHUNK_HASH_DIGITS] != self.blob.hash(k):
+        digest = hashlib.sha256(data).digest()
+        if not self._is_of(k, digest):
             raise MessageError(f"chunk {k} does not match its hash", where=f"blob {self.blob.id}")
         try:
             self._file.seek(k * self.blob.chunk)
@@ -55,7 +56,8 @@ class PartialFile:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise self._failed(error) from error
-        return self._note(k, data)
+        self._note(k, digest)
+        return True
 
     @property
     def first_missing(self) -> int:
@@ -90,13 +92,13 @@ class PartialFile:
     def close(self) -> None:
         self._file.close()
 
-    def _note(self, k: int, data: bytes) -> bool:
-        digest = hashlib.sha256(data)
-        if self._digests[k] or digest.hexdigest()[:CHUNK_HASH_DIGITS] != self.blob.hash(k):
-            return False
-        self._digests[k] = digest.digest()
-        self._left -= 1
-        return True
+    def _is_of(self, k: int, digest: bytes) -> bool:
+        return digest.hex()[:CHUNK_HASH_DIGITS] == self.blob.hash(k)
+
+    def _note(self, k: int, digest: bytes) -> None:
+        if not self._digests[k] and self._is_of(k, digest):
+            self._digests[k] = digest
+            self._left -= 1
 
     def _failed(self, error: OSError) -> StateError:
         return StateError(f"cannot be written: {error.strerror or error}", where=str(self._path),

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import types
 import typing
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
+
+from fleet_core.base.errors import StateError
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -64,6 +68,18 @@ def read(cls: type[T], data: Any, *, unknown: str = "error") -> tuple[T | None, 
     problems: list[Problem] = []
     value = _dataclass(cls, data, "", unknown, problems)
     return (None, problems) if problems else (value, [])
+
+
+def stored(cls: type[T], data: bytes, path: Path, hint: str, *, unknown: str = "error") -> T:
+    """What the JSON file at ``path`` holds, whose bytes are ``data``. hint: what to do if it is damaged. Raises
+    StateError."""
+    try:
+        found, problems = read(cls, json.loads(data), unknown=unknown)
+    except (ValueError, RecursionError) as error:
+        raise StateError("is damaged", where=str(path), hint=hint) from error
+    if found is None:
+        raise StateError(f"is damaged: {problems[0]}", where=str(path), hint=hint)
+    return found
 
 
 def plain(value: Any) -> Any:

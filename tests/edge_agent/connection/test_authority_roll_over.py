@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,17 +46,6 @@ from tests.support.inprocess import config_text, toy, world
 from tests.support.pki import fleet_without_model, secured_broker
 from tests.support.powercut import PowerCut, cut_at
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    return fleet_without_model(tmp_path / "fleet")
-
-
-@pytest.fixture
-def ledger(fleet: Fleet) -> Iterator[Ledger]:
-    with Ledger(fleet.ledger_path) as opened:
-        yield opened
 
 
 def announcement(made: Fleet, number: int, **other: Any) -> Authorities:

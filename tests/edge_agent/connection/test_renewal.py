@@ -4,7 +4,7 @@ mosquitto."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,23 +34,12 @@ from fleet_core.protocol import certificates, messages
 from fleet_core.protocol.device_messages import Down, RenewalRequest, Report
 from tests.support.brokers import NEEDS_MOSQUITTO
 from tests.support.inprocess import config_text, world
-from tests.support.pki import aggregator_credentials, fleet_without_model, reload_broker, secured_broker
+from tests.support.pki import aggregator_credentials, reload_broker, secured_broker
 from tests.support.powercut import cut_at
 from tests.support.waiting import until
 
 YEAR_S = 365 * DAY_S
 DUE_S = 2.6 * YEAR_S  # after this every certificate of five years, less at most one, is past its middle
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    return fleet_without_model(tmp_path / "fleet")
-
-
-@pytest.fixture
-def ledger(fleet: Fleet) -> Iterator[Ledger]:
-    with Ledger(fleet.ledger_path) as opened:
-        yield opened
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,11 @@ NOW = 1_700_000_000
 KEYS = [Signer(bytes([n]) * 32) for n in range(1, MOST + 5)]
 
 
-def succeeds(number: int, old: Signer, new: Signer, **other: object) -> str:
+def succeeds(number: int, old: Signer, new: Signer, **other: Any) -> str:
     plain = Succession("t", number, old.public, new.public, NOW, NOW + 1000)
     signer = other.pop("signer", old)
     assert isinstance(signer, Signer)
-    return signer.sign(messages.encode(replace(plain, **other))).decode()  # type: ignore[arg-type]
+    return signer.sign(messages.encode(replace(plain, **other))).decode()
 
 
 CHAIN = [succeeds(n + 1, old, new) for n, (old, new) in enumerate(pairwise(KEYS))]
