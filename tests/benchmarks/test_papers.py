@@ -316,6 +316,7 @@ def test_the_attackers_gradient_is_the_devices_where_image_and_means_are(name: s
     assert left < 1e-20 * whole
 
 
+@pytest.mark.slow
 def test_an_image_comes_back_from_the_gradient_of_fedavg() -> None:
     """On eight pixels a side. Noise alone has an error of about a sixth."""
     network, label = attack.network_of("dlg", (1, 8, 8), 0), torch.zeros(1, dtype=torch.int64)

@@ -75,6 +75,7 @@ def test_a_graph_says_nothing_about_the_machine_that_made_it(graph: graph_bundle
         assert len(data) < 50_000
 
 
+@pytest.mark.slow
 def test_exporting_again_gives_the_same_bytes() -> None:
     layout = models.describe("mlp", InputSpec((2, 3), "uint8", 1 / 255, (0.4, 0.6), (0.2, 0.3)), ("a", "b"), {})
     assert graph_bundle.pack(export_graph(layout)) == graph_bundle.pack(export_graph(layout))

@@ -129,6 +129,7 @@ def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str
         ("own", "scaffold", 1),
     ],
 )
+@pytest.mark.slow
 def test_a_device_steps_as_its_trainer_does(name: str, method: str, steps: int, number: int) -> None:
     graph, chosen = made(name), METHODS[method]
     assert graph.info.adapt is not None
@@ -150,6 +151,7 @@ def test_a_device_steps_as_its_trainer_does(name: str, method: str, steps: int, 
     assert max(np.abs(array - start[key]).max() for key, array in got[steps].items()) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_pass_takes_fewer_samples_the_more_a_model_computes_of_each() -> None:
     assert 1 == in_a_pass("lenet") < in_a_pass("cnn1d") < in_a_pass("rates") <= CHUNK
 

@@ -69,6 +69,7 @@ def test_the_methods_that_step_are_those_of_maml_meta_sgd_fine_tuning_and_own_gr
 
 
 @pytest.mark.parametrize("name", sorted(STEPPING))
+@pytest.mark.slow
 def test_a_stepping_method_is_exported_with_what_moves_its_rates_and_what_stays_on_a_device(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -131,6 +132,7 @@ def test_what_a_device_would_keep_must_fit_in_the_bundle(monkeypatch: pytest.Mon
     assert said == ["the personal groups of fedper are over 0 MiB: a device without torch cannot answer"]
 
 
+@pytest.mark.slow
 def test_the_first_bundle_of_a_fleet_holds_the_steps_of_its_method_and_says_what_it_took() -> None:
     method, said = METHODS["fedper"], list[str]()
     data, weights = first(

@@ -69,6 +69,7 @@ def mixing(shape: tuple[int, ...], classes: int) -> nn.Module:
     ("mlp", "fedavg", True), ("mlp", "pfldyn-proto", False),
     ("tests.export.test_export_train:mixing", "fedavg", False),
 ])
+@pytest.mark.slow
 def test_only_the_mean_of_samples_that_are_apart_is_computed_in_passes(
     model: str, method: str, in_passes: bool
 ) -> None:
@@ -77,6 +78,7 @@ def test_only_the_mean_of_samples_that_are_apart_is_computed_in_passes(
     assert (graph.info.pass_of > 0) is in_passes
 
 
+@pytest.mark.slow
 def test_the_gate_finds_a_graph_that_is_not_torchs() -> None:
     """That of another distance, and one whose golden outputs are of other weights."""
     graph = train_graph("pfldyn-proto")

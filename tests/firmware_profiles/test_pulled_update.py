@@ -49,6 +49,7 @@ def test_a_program_whose_agent_does_not_come_up_connected_is_left_again(device: 
 FOREIGN = Signing("attic", Signer(bytes(32)))
 
 
+@pytest.mark.slow
 def test_what_the_fleets_key_has_not_signed_is_refused_and_nothing_stays(device: FakeRoot, tmp_path: Path) -> None:
     good, foreign = an_update(tmp_path, "1.1-bbb"), an_update(tmp_path, "1.2-ccc", signing=FOREIGN)
     forged = dataclasses.replace(good, statement=good.statement.replace(b"older no", b"older yes"))
@@ -63,6 +64,7 @@ def test_what_the_fleets_key_has_not_signed_is_refused_and_nothing_stays(device:
     assert {path.name for path in device.programs.iterdir()} == {"1.0-aaa", "current", ".flash", "update-result"}
 
 
+@pytest.mark.slow
 def test_an_archive_that_is_truncated_too_long_or_another_is_refused(device: FakeRoot, tmp_path: Path) -> None:
     good, other = an_update(tmp_path, "1.1-bbb"), an_update(tmp_path, "1.2-ccc")
     data = good.archive.read_bytes()
@@ -80,6 +82,7 @@ def test_an_archive_that_is_truncated_too_long_or_another_is_refused(device: Fak
     assert device.runs == "1.0-aaa"
 
 
+@pytest.mark.slow
 def test_a_small_file_that_is_changed_on_the_way_is_refused(device: FakeRoot, tmp_path: Path) -> None:
     good = an_update(tmp_path, "1.1-bbb")
     for name in good.files:
@@ -110,6 +113,7 @@ def test_an_archive_that_writes_outside_its_folder_changes_nothing_there(device:
     assert not (device.path / "outside").exists()
 
 
+@pytest.mark.slow
 def test_a_program_that_was_signed_before_the_newest_one_is_refused_unless_its_signature_allows_it(
     device: FakeRoot, tmp_path: Path
 ) -> None:

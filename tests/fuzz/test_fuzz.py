@@ -32,6 +32,7 @@ VALID = [name for name in TARGETS if name not in ("inventory",)]  # its file nam
 
 
 @pytest.mark.parametrize("name", VALID)
+@pytest.mark.slow
 def test_the_first_input_is_valid_so_that_the_fuzzer_begins_inside(name: str) -> None:
     target = TARGETS[name]
     target.parse(target.seeds()[0])

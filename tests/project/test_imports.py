@@ -404,6 +404,7 @@ def test_a_function_of_the_command_line_may_reach_torch(tmp_path: Path) -> None:
     assert heavy_at_start(tree, "cloud_server.commands.cli", {"torch"}) == []
 
 
+@pytest.mark.slow
 def test_help_of_every_operators_command_imports_nothing_heavy():
     program = """
 import contextlib, io, sys

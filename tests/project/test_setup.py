@@ -290,6 +290,7 @@ def tools() -> ModuleType:
         sys.path.pop(0)
 
 
+@pytest.mark.slow
 def test_every_program_that_a_test_needs_can_be_installed() -> None:
     calls = (
         node
@@ -402,6 +403,7 @@ def test_a_skip_without_allowed_skip_fails_in_ci(tmp_path: Path) -> None:
     assert "a skip is a failure in CI" in out
 
 
+@pytest.mark.slow
 def test_a_file_that_skips_itself_fails_in_ci(tmp_path: Path) -> None:
     text = "import pytest\npytest.importorskip('no_such_module')\n"
     assert "1 skipped" in run_pytest(tmp_path, text)

@@ -123,6 +123,7 @@ def test_the_picture_of_what_moves_is_what_the_script_draws() -> None:
     assert draw.PICTURE.read_text(encoding="utf-8") == draw.picture()
 
 
+@pytest.mark.slow
 def test_the_recording_of_the_demo_is_drawn_from_what_was_recorded() -> None:
     record = script("record_demo")
     said, events = record.recorded()

@@ -191,6 +191,7 @@ def asked_first(w: World, name: str) -> int:
     return int(w.server.open.number)
 
 
+@pytest.mark.slow
 def test_devices_that_missed_rounds_fetch_deltas_and_hold_the_same_weights_as_all(fleet: Any) -> None:
     w = fleet()
     lengths = []

@@ -213,6 +213,7 @@ def whole_of(graph: Graph, name: str, **hyper: Any) -> Bundle:
     return making.whole(served, graph, stored="fp32", data=None, say=lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -227,6 +228,7 @@ def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: p
     assert asked == ["fedper"]
 
 
+@pytest.mark.slow
 def test_a_method_that_must_not_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot answer with fedper"):
         whole_of(graph_of("fedper"), "fedper", finetune_steps=0)

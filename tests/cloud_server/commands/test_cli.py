@@ -263,6 +263,7 @@ def test_samples_that_were_added_count_at_once(run: Run, place: Path) -> None:
 # Errors: on stderr, exit code 2 for what a person wrote and 1 for what happened --------------------------------------
 
 
+@pytest.mark.slow
 def test_a_real_process_says_its_error_on_stderr_and_shows_a_traceback_when_asked(tmp_path: Path) -> None:
     plain = run_to_end(metafleet("server", "status", tmp_path))
     verbose = run_to_end(metafleet("server", "status", tmp_path, "--verbose"))
@@ -393,6 +394,7 @@ def test_what_is_no_address_of_a_broker_is_refused(run: Run, place: Path, data: 
     assert contents(place) == before
 
 
+@pytest.mark.slow
 def test_a_broker_that_does_not_answer_is_named_and_leaves_all_as_it_was(run: Run, place: Path, data: Path) -> None:
     before = contents(place)
     fleet, home = place / "fleet", place / "d0"
@@ -559,6 +561,7 @@ def test_init_says_which_methods_devices_need_torch_to_train(run: Run, data: Pat
     assert not (tmp_path / "fleet" / "train.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_init_takes_the_arrays_that_rounds_train_and_says_what_does_not_go(
     run: Run, data: Path, tmp_path: Path
 ) -> None:
@@ -621,6 +624,7 @@ def test_the_graph_of_another_model_is_refused(run: Run, place: Path) -> None:
     assert contents(place) == before
 
 
+@pytest.mark.slow
 def test_the_first_weights_of_another_model_are_refused(run: Run, place: Path, tmp_path: Path) -> None:
     fleet = small_fleet(tmp_path / "young").folder
     assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path), "--no-train-graph").code == 0
@@ -677,6 +681,7 @@ def test_enrolling_again_changes_the_broker_and_keeps_what_a_person_wrote(run: R
     assert (settings.device.broker, settings.power.busy_w) == ("mqtt://[::1]", 6.1)
 
 
+@pytest.mark.slow
 def test_plain_mqtt_to_another_machine_is_requested_by_name(run: Run, place: Path) -> None:
     enroll = ("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--broker", "mqtt://pi")
     before = contents(place)

@@ -155,6 +155,7 @@ def test_a_run_that_fails_is_named_after_the_table_of_the_others(run: Run, small
     assert "error: per-fedavg-fo-s0: " in ran.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_in_order_and_the_same_command_continues(run: Run, small: Path, tmp_path: Path) -> None:
     many = ["simulate", small, "--out", tmp_path / "out", "--jobs", "1", "--set", "seeds=[0]", "--set",
             "budget.rounds=400", "--set", "evaluation.every=1"]  # fmt: skip

@@ -160,6 +160,7 @@ def test_a_device_keeps_the_state_of_one_epoch(fleet):
 # The copy itself ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_backup_of_any_moment_can_be_put_back(fleet):
     w = fleet(rounds=6, devices=2)
     for n in range(200):

@@ -400,6 +400,7 @@ def test_a_round_opened_for_a_part_that_closes_with_everything_is_booked_so(flee
     assert w.server.checkpoint.moving.everything
 
 
+@pytest.mark.slow
 def test_a_fleet_trains_all_but_the_adapters_and_then_adapters_alone(tmp_path: Path) -> None:
     text = config_text("fedavg", rounds=2).replace("hidden = [6]", "hidden = [6]\nadapter = 2")
     w = world(tmp_path, f'{text}\n[train]\nonly = ["*.base.*", "head.*"]\n')

@@ -74,6 +74,7 @@ def test_a_liar_is_refused_told_noted_and_shown(
     assert [set(one["reasons"]) for one in json.loads(capsys.readouterr().out)] == [{"d2"}] * ROUNDS
 
 
+@pytest.mark.slow
 def test_it_ruins_a_fleet_with_the_constant_bound_and_not_one_with_the_adaptive_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

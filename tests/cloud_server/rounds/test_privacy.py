@@ -70,6 +70,7 @@ def test_local_noise_is_added_before_anything_leaves_and_the_duals_follow_it(
     w.close()
 
 
+@pytest.mark.slow
 def test_central_noise_is_in_the_sum_and_devices_only_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noises: list[float] = []
     honest = Private.of

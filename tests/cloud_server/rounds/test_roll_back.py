@@ -105,6 +105,7 @@ def test_a_request_outlives_the_aggregator_and_an_interrupted_round(tmp_path: Pa
     w.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_costs_the_devices_accuracy_is_rolled_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_the_median_device_decides(
         assert better_round(ledger, 3, [1, 2, 3], 0.1) == found
 
 
+@pytest.mark.slow
 def test_while_no_round_opens_the_ledger_is_asked_for_requests_alone(tmp_path: Path) -> None:
     w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta")
     until_evaluated(w, 2)

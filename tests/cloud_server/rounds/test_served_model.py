@@ -182,6 +182,7 @@ def check_bits(w: World, *names: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+@pytest.mark.slow
 def test_devices_that_train_fetch_the_served_model_with_the_next_training_model(fleet: Any, method: str) -> None:
     w = begin(fleet(method))
     assert w.pump(lambda: evaluated(w, 2) and w.closed() >= 3)

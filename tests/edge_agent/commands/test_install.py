@@ -96,6 +96,7 @@ def test_a_device_without_samples_says_that_it_needs_them(run: Run, tmp_path: Pa
     assert json.loads(run("predict", tmp_path / "b.npy", "--home", home, "--json")[1])["labels"] == ["b"]
 
 
+@pytest.mark.slow
 def test_the_next_bundle_replaces_the_last(run: Run, tmp_path: Path) -> None:
     made, home = bundle_of("pfldyn-proto"), home_with(tmp_path / "d1")
     later = with_params(made, trees.apply(lambda a: a * np.float32(1.5), made.params), 9)

@@ -54,6 +54,7 @@ def order(service: Any, **other: Any) -> Job:
 
 
 @pytest.mark.parametrize("method", STEPPING)
+@pytest.mark.slow
 def test_the_steps_are_torchs(tmp_path: Path, method: str) -> None:
     service = device(tmp_path, method)
     done = adapter.handle(order(service))

@@ -62,6 +62,7 @@ def served(w: World) -> trees.Params:
 
 @pytest.mark.parametrize("method", ["pfldyn-proto", *(
     pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "fedper", "pfedme", "fedproto"))])
+@pytest.mark.slow
 def test_a_mixed_fleet_ends_where_one_of_torch_alone_ends(tmp_path: Path, method: str) -> None:
     """In fp32, so that no rounding of a codec turns a last digit into a step of its grid; every device answers."""
     link = 'up = "fp32"\ndown = "fp32"'

@@ -98,6 +98,7 @@ class Full:
             raise StateError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_any_write_changes_nothing_once_there_is_space(copy, monkeypatch):
     whole = copy()
     with monkeypatch.context() as patch:

@@ -241,6 +241,7 @@ def test_a_model_without_valid_probabilities_never_answers(tmp_path: Path, monke
     assert device.answers(X) == homes.restored(place).answers(X) == before
 
 
+@pytest.mark.slow
 def test_personal_weights_that_diverged_are_rolled_back(tmp_path: Path) -> None:
     place = homes.home(tmp_path / "d0", toy(1))
     device = homes.service_with_model(place, "fedavg-meta")
@@ -321,6 +322,7 @@ def test_a_graph_that_fails_its_check_answers_nothing(tmp_path: Path) -> None:
     assert onnx_session.runtime_version() not in slots.pointer().checked
 
 
+@pytest.mark.slow
 def test_a_graph_stays_on_the_disk_as_long_as_a_slot_needs_it(tmp_path: Path) -> None:
     place = served(tmp_path)
     device, home = homes.restored(place), DeviceState(place)

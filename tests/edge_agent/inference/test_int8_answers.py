@@ -75,6 +75,7 @@ def wanted(way: str, x: Any, labels: Any, at: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_the_devices_samples_and_those_that_are_requested_are_embedded_by_the_same_graph(
     tmp_path: Path, way: str
 ) -> None:

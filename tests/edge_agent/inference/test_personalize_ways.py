@@ -101,6 +101,7 @@ def test_with_none_chosen_the_served_model_answers_unpersonalized(tmp_path: Path
     assert np.abs(service.predict(X) - own).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_steps_and_rate_can_be_chosen(tmp_path: Path) -> None:
     service = device(tmp_path)
     found = {}
@@ -240,6 +241,7 @@ def test_settings_that_a_personalizer_lacks_are_refused(tmp_path: Path, choice: 
         relearn.personalize(device(tmp_path), choice)
 
 
+@pytest.mark.slow
 def test_a_method_with_learned_rates_refuses_a_rate(tmp_path: Path) -> None:
     service = device(tmp_path, "fedmeta-metasgd")
     with pytest.raises(ConfigError, match="learns the rates"):

@@ -782,6 +782,7 @@ def test_a_round_that_is_opened_again_after_a_device_joined_is_the_same_round(fl
     assert [row.members for row in w.server.ledger.rounds()] == [3, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_linear_model_has_a_head_alone_and_answers(tmp_path: Path) -> None:
     text = config_text("fedavg", rounds=2, devices=2, hyper="finetune_steps = 2")
     w = world(tmp_path, text.replace('"mlp"', '"logistic"').replace("[model.options]\nhidden = [6]\n", ""))

@@ -79,6 +79,7 @@ def test_a_subset_is_trained_to_its_own_minimiser(build: Build, frozen: tuple[st
 
 @BOTH
 @pytest.mark.parametrize("how", [{}, {"send": "int8"}, {"send": "int8-plain"}], ids=["exact", "int8", "int8-plain"])
+@pytest.mark.slow
 def test_arrays_that_were_frozen_for_a_while_and_thawed_reach_the_minimiser(build: Build, how: dict[str, str]) -> None:
     """Two of eight devices in a round, one update in ten lost; in the first half each round freezes some arrays."""
     fleet = build(**{key: int8(value) for key, value in how.items()})

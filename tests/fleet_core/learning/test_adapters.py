@@ -61,6 +61,7 @@ def test_the_first_model_still_goes_as_its_seed(model: str) -> None:
 
 
 @EVERY
+@pytest.mark.slow
 def test_its_graph_answers_as_torch_does(model: str) -> None:
     layout = adapted(model)
     gate.check(export_graph(layout, kinds=("embed",), seed=0), models.build(layout))

@@ -364,6 +364,7 @@ def hessian_free(loss: gradients.Loss, lr: float) -> Gradient:
     ],
     ids=["pfldyn", "pflscaf", "pfldyn, hessian-free", "pfldyn, first-order", "per-fedavg"],
 )
+@pytest.mark.slow
 def test_with_maml_the_minimiser_of_the_mean_loss_after_adaptation_is_found(
     build: Callable[..., QuadraticFleet], estimate: Callable[[gradients.Loss, float], Gradient], found: bool
 ) -> None:

@@ -854,6 +854,7 @@ def test_pings_and_packets_in_pieces_are_read() -> None:
     watched.link.close()
 
 
+@pytest.mark.slow
 def test_a_frame_over_the_limit_ends_the_connection() -> None:
     endless = bytes([0x82, 127]) + struct.pack("!Q", 1 << 40) + publish_packet("x", bytes(10)) * 40_000
     watched = over(WebServer(None, frame(ACCEPTED_V5) + endless), max_incoming_bytes=100_000)

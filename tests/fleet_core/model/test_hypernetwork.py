@@ -125,6 +125,7 @@ def test_a_step_draws_the_generated_model_towards_what_its_device_has_found() ->
         assert sum(float((a * b).sum()) for a, b in zip(flat(step), flat(change), strict=True)) > 0
 
 
+@pytest.mark.slow
 def test_devices_whose_classes_are_swapped_come_to_models_of_their_own() -> None:
     """One model cannot answer for both devices; a model per device can. The server's models are evaluated as they
     arrive, before any step on the device."""

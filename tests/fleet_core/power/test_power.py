@@ -192,6 +192,7 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps=steps, idle_w=st.one_of(st.none(), st.floats(0, 20)), b_joins=st.integers(0, 5))
+@pytest.mark.slow
 def test_phases_and_processes_on_one_sensor_never_exceed_it(
     steps: list[tuple[float, float, float, float, float, str]], idle_w: float | None, b_joins: int
 ) -> None:

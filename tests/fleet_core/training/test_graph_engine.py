@@ -56,6 +56,7 @@ def distance(one: Params, other: Params) -> float:
 
 
 @pytest.mark.parametrize("name", ABLE)
+@pytest.mark.slow
 def test_the_update_of_twenty_steps_is_torchs(name: str) -> None:
     """And the state that follows, in a device's second round: of the dual, the control, the personal groups."""
     by_torch, found = both(name, rounds=2)

@@ -488,6 +488,7 @@ def test_what_the_budget_has_no_time_for_is_reported_not_run(tmp_path: Path, mon
     assert "int8, a fleet's default, was not tried" in "\n".join(sentences(found.advice, found.facts))
 
 
+@pytest.mark.slow
 def test_a_real_advice_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = {"METHODS_TRIED": ("local", "fedavg"), "TIMED": ("local",), "FINALISTS": 1, "MAX_ROUNDS": 5,
              "MORE_SEEDS": (1,)}

@@ -173,6 +173,7 @@ def test_init_demo_and_advise_cut_readings(tmp_path: Path) -> None:
         recordings("heartbeat", 4)
 
 
+@pytest.mark.slow
 def test_init_takes_the_window_on_the_command_line(tmp_path: Path) -> None:
     path = write(tmp_path, lines(HEADER, *readings("a", "on", range(9)), *readings("a", "off", range(9, 18))))
     made = CliRunner().invoke(cli.app, ["init", str(tmp_path / "fleet"), "--data", str(path), "--window", "3",

@@ -59,6 +59,7 @@ def board(tmp_path: Path) -> Profile:
     ("fedavg", "fp32", 0, 3, 60, ""), ("pfldyn-proto", "int8", 2, 6, 60, ""), ("fedper", "int8", 0, 5, 60, ""),
     ("fedavg", "int8", 2, 6, 40, 'only = ["head.*"]'),
 ])
+@pytest.mark.slow
 def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
     tmp_path: Path, plan: Plan, method: str, codec: str, cohort: int, rounds: int, hidden: int, train: str
 ) -> None:

@@ -420,6 +420,7 @@ def many(path: Path, devices: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_devices(tmp_path: Path) -> None:
     """States of 36 kB each are on disk; a further device adds a few names and rows to memory."""
     peaks, hyper = dict[int, int](), {"local_steps": 1, "support_batch": 2, "query_batch": 2}

@@ -113,6 +113,7 @@ def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
         ("fedproto", PLAIN, "int8", 1.0),
     ],
 )
+@pytest.mark.slow
 def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, skip_below: float
 ) -> None:
@@ -244,6 +245,7 @@ def check_bytes(w: World, rows: list[dict[str, Any]]) -> None:
         pytest.param("lg-fedavg", PLAIN, "ternary", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_run_counts_the_bytes_of_a_fleet_whose_devices_miss_rounds(
     tmp_path: Path, method: str, hyper: dict[str, Any], codec: str, cohort: int
 ) -> None:
@@ -326,6 +328,7 @@ def test_a_run_killed_again_and_again_continues_to_the_same_bits(tmp_path: Path)
     assert lab.comparable(lab.run_first(asked, tmp_path / "run")) == wanted
 
 
+@pytest.mark.slow
 def test_a_round_s_line_that_was_torn_is_written_again(tmp_path: Path) -> None:
     asked = resumable(tmp_path, "fedavg", PLAIN, "none")
     wanted = lab.comparable(lab.run_first(asked, tmp_path / "undisturbed"))
