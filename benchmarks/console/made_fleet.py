@@ -56,6 +56,15 @@ class MadeFleet:
             for _ in range(closed):
                 self.play()
 
+    def write_inventory(self) -> None:
+        """An inventory of all devices, at addresses that do not exist."""
+        lines = []
+        for k, name in enumerate(self.names):
+            (self.folder / f"{name}.toml").touch()
+            address = f"ssh://pi@192.0.2.{k % 250 + 1}:{2200 + k // 250}"
+            lines.append(f'[[devices]]\nfile = "{name}.toml"\nto = "{address}"\n')
+        (self.folder / "inventory.toml").write_text("\n".join(lines))
+
     def reopen(self) -> None:
         """Opens the ledger in this thread, after ``ledger.close()`` in the one that made the fleet."""
         self.ledger = Ledger(self.folder / "ledger.sqlite")

@@ -1,9 +1,10 @@
 """Frame times and bytes a second of the console with many devices: `python -m benchmarks.console.measure`.
 
 A made fleet (1,000 devices by default) is shown in a headless Chromium while a round closes every few seconds, which
-changes every tile. Each view is scrolled meanwhile. A frame is the time between two animation frames; the browser draws
-in software, without a graphics card, so that a person's screen is smoother than this. `--pictures FOLDER` writes the
-picture of docs/console.md instead.
+changes every tile, and while the fleet is flashed in waves, four devices at a time, by a made-up installation
+(`benchmarks.console.flashing`). Each view is scrolled meanwhile. A frame is the time between two animation frames; the
+browser draws in software, without a graphics card, so that a person's screen is smoother than this. `--pictures FOLDER`
+writes the picture of docs/console.md instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from benchmarks.console.browser import chromium, complaints, emulate
 from benchmarks.console.made_fleet import MadeFleet
 from fleet_core.base.processes import command
 
-VIEWS = ("fleet", "rounds", "learning", "cost")
+VIEWS = ("fleet", "rounds", "learning", "cost", "flash")
+WAVES = "1,5,20"
+FLASH = """
+const done = arguments[1];
+fetch("actions/flash", {method: "POST", headers: {"content-type": "application/json"}, body: arguments[0]})
+  .then((answer) => done(answer.status));
+"""
 WATCH = """
 window.frames_ = []; window.longest_ = 0; let before = performance.now(), end = before + arguments[0] * 1000;
 const done = arguments[1];
@@ -58,7 +65,7 @@ class Console:
 
     def __init__(self, folder: Path):
         arguments = ("console", str(folder), "--port", "0")
-        self._process = subprocess.Popen(command("cloud_server.commands.cli", *arguments), stdout=subprocess.PIPE,
+        self._process = subprocess.Popen(command("benchmarks.console.flashing", *arguments), stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
@@ -76,6 +83,7 @@ class Console:
 def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Figures by view: frame times in ms, the longest task, bytes a second of events."""
     fleet = MadeFleet(folder, given.devices, given.rounds, 10 * given.rounds)
+    fleet.write_inventory()
     console, stop = Console(folder), threading.Event()
     fleet.ledger.close()
     rounds = threading.Thread(target=_play, args=(fleet, stop, given.every))
@@ -89,8 +97,12 @@ def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
                 time.sleep(0.02)
             first_s = time.monotonic() - started
             rounds.start()
+            asked = json.dumps({"waves": WAVES, "most_failures": given.devices})
+            if driver.execute_async_script(FLASH, asked) != 200:
+                raise SystemExit("the console refused to flash")
             views = {view: _watched(driver, console, view, given.seconds) for view in VIEWS}
             said = complaints(driver)
+            run = driver.execute_script("return document.querySelector('main .words').innerText")
     finally:
         stop.set()
         if rounds.is_alive():
@@ -98,7 +110,7 @@ def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         console.end()
     return {"devices": given.devices, "closed_before": given.rounds, "a_round_every_s": given.every,
             "processors": os.cpu_count(), "machine": platform.machine(), "first_tiles_s": round(first_s, 2),
-            "views": views, "complaints": said}
+            "flash": run, "views": views, "complaints": said}
 
 
 def _play(fleet: MadeFleet, stop: threading.Event, every_s: float) -> None:

@@ -21,7 +21,7 @@ from fleet_core.base.errors import FleetError
 
 LOOK_S = 0.5
 UNCHANGED_S = 5.0  # whether the aggregator runs, and who rests, does not show in the ledger
-SHARE = 4  # a read that took a second of the processor is followed by four without one
+SHARE = 4  # a read of the ledger that took a second of the processor is followed by four without one
 BEAT_S = 15.0  # a line that shows the page that the connection lives
 MOST_PAGES = 32
 MOST_GONE = 10_000
@@ -124,21 +124,21 @@ class Live:
 
     def _read(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
         view: FleetView | None = None
-        seen, read_at, pause_s, kept = 0, float("-inf"), LOOK_S, dict[str, str]()
+        seen, read_at, next_read, kept = 0, float("-inf"), float("-inf"), dict[str, str]()
         while not stop.is_set():
-            self._look.wait(pause_s)
+            asked = self._look.wait(LOOK_S)
             if not self._pages:
-                self._look.wait()
+                asked = self._look.wait()
             self._look.clear()
             started, cpu_s = time.monotonic(), time.thread_time()
             try:
                 view = view or FleetView(self._folder)
-                version = view.ledger.data_version()
-                if version != seen or started - read_at >= UNCHANGED_S:
-                    values = view.read()
-                    kept = {key: json.dumps(value, separators=(",", ":")) for key, value in values.items()}
-                    seen, read_at = version, started
-                texts = kept | {key: json.dumps(value, separators=(",", ":")) for key, value in self.also().items()}
+                if asked or started >= next_read:
+                    version = view.ledger.data_version()
+                    if version != seen or started - read_at >= UNCHANGED_S:
+                        kept, seen, read_at = _texts(view.read()), version, started
+                        next_read = time.monotonic() + SHARE * (time.thread_time() - cpu_s)
+                texts = kept | _texts(self.also())
             except (FleetError, OSError) as error:
                 texts = {**kept, TROUBLE: json.dumps(str(error)[:500])}
                 if view is not None:
@@ -146,6 +146,10 @@ class Live:
                     view, seen = None, 0
             with contextlib.suppress(RuntimeError):  # the loop is closed: the program ends
                 loop.call_soon_threadsafe(self.put, texts)
-            pause_s = max(LOOK_S, SHARE * (time.thread_time() - cpu_s))
         if view is not None:
             view.close()
+
+
+def _texts(values: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """key -> JSON."""
+    return {key: json.dumps(value, separators=(",", ":")) for key, value in values.items()}

@@ -36,10 +36,25 @@ export function show(main) {
     standing.classList.toggle("bad", !run.going && run.outcome !== "done");
     text(facts, `Begun ${date(run.began_at)}${run.ended_at ? `, ended ${date(run.ended_at)}` : ""}; waves ${run.waves}; `
       + `halts when more than ${plural(run.most_failures, "device")} failed. The audit log has who asked for it.`);
+    draw(devices, changed);
+  }
+
+  const cells = (one) => [one.name, String(one.wave), h(one.state === "failed" ? "b.bad" : "span", {}, SAID[one.state]),
+    `${one.stage} ${one.far}`.trim()];
+
+  /** The table anew when a run begins or ends; else only the rows that changed. */
+  function draw(devices, changed) {
+    const rows = list.querySelectorAll("tbody tr");
+    if (rows.length === devices.length && changed && !changed.has("flash")) {
+      for (const key of [...changed].filter((one) => one.startsWith("w/"))) {
+        const number = Number(key.slice(2));
+        cells(devices[number]).forEach((cell, k) => rows[number].children[k].replaceChildren(cell));
+      }
+      return;
+    }
     const place = list.firstElementChild?.scrollLeft ?? 0;
     list.replaceChildren(table("Devices by wave", [["device", "left"], "wave", ["state", "left"], ["step", "left"]],
-      devices.map((one) => [one.name, String(one.wave), h(one.state === "failed" ? "b.bad" : "span", {}, SAID[one.state]),
-        `${one.stage} ${one.far}`.trim()])));
+      devices.map(cells)));
     list.firstElementChild.scrollLeft = place;
   }
 
