@@ -130,10 +130,13 @@ class AlertsSection:
 
 @dataclass(frozen=True)
 class KeepSection:
-    """How much of a fleet's past stays in its folder. rounds: ``ledger.fold_rounds`` folds earlier ones."""
+    """How much of a fleet's past stays in its folder. rounds: ``ledger.fold_rounds`` folds earlier ones. audit_files:
+    of ``identity.audit_files``."""
 
     rounds: int = field(default=1000, metadata={"min": 0, "max": 1_000_000, "about":
         "Rounds that are kept one by one, at least 50; earlier ones are folded into sums. 0: all are kept."})
+    audit_files: int = field(default=8, metadata={"min": 0, "max": 1_000_000, "about":
+        "Full files of the audit log that are kept, 4 MiB each; older ones are deleted. 0: all are kept."})
 
 
 @dataclass(frozen=True)

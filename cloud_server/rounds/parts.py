@@ -158,8 +158,8 @@ def assemble(
         ),
         renewals=Renewals(fleet, ledger, audit=audit, now=now, log=log),
         warnings=WarningLog(ledger, settings.rounds, log),
-        budget=budget, keep=KeepRounds(fleet.config.keep, ledger, budget, log), privacy=privacy, secure=secure,
-        keys=keys,
+        budget=budget, keep=KeepRounds(fleet.folder, fleet.config.keep, ledger, budget, log), privacy=privacy,
+        secure=secure, keys=keys,
         left=LeftMessages(
             settings.name, link, revoked=members.revoked, off_for=members.off_for, refused=audit.refused, clock=clock,
             log=log,
