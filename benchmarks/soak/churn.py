@@ -30,10 +30,6 @@ KEPT_ROUNDS = 50
 DAY_S = 86_400
 STEPS = 300
 """So many that a round takes longer than its measurement."""
-SETTINGS = f"""
-[keep]
-rounds = {KEPT_ROUNDS}
-"""
 
 
 @dataclass
@@ -165,7 +161,8 @@ def soak(
     fleet = small_fleet(folder / "fleet", rounds=rounds, name="soak", train_graph=True)
     path = fleet.folder / "fleet.toml"
     text = path.read_text().replace("deadline_s = 120.0", "deadline_s = 10.0").replace("quorum = 0.5", "quorum = 0.25")
-    path.write_text(text.replace("local_steps = 3", f"local_steps = {STEPS}") + SETTINGS)
+    text = text.replace("local_steps = 3", f"local_steps = {STEPS}")
+    path.write_text(text.replace("\nrounds = 1000\n", f"\nrounds = {KEPT_ROUNDS}\n"))
     begun_s = time.monotonic()
     with small_disk(folder / FULL) as full, mosquitto(folder / "broker") as broker, programs_in(folder) as programs:
         for name in DEVICES:
