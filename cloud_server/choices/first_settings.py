@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.choices import codec_catalogue, method_catalogue
-from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, LinkSection
+from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, KeepSection, LinkSection
 from fleet_core.base import config, schema
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
@@ -98,8 +98,9 @@ def toml_with_defaults(tables: Mapping[str, Any]) -> str:
         "fleet": schema.plain(FleetSection(tables["fleet"]["name"])), "train": schema.plain(TrainSection()),
         "link": {key: link[key] for key in ("up", "down", "skip_below")}, "robust": schema.plain(FleetRobustSection()),
         "privacy": {key: value for key, value in schema.plain(PrivacySection()).items() if value is not None},
+        "keep": schema.plain(KeepSection()),
     }
     whole = {**tables, **{name: {**known, **tables.get(name, {})} for name, known in defaults.items()}}
-    order = "fleet", "model", "train", "link", "robust", "privacy", "hyper"
+    order = "fleet", "model", "train", "link", "robust", "privacy", "keep", "hyper"
     ordered = {name: whole[name] for name in order if name in whole}
     return f"{HEAD}\n{config.toml(ordered, notes=NOTES)}"

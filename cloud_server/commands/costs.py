@@ -83,8 +83,8 @@ def _facts(run: Result, chosen: Pricing) -> dict[str, Any]:
         accuracy = {stage: score.accuracy for stage in ("before", "after") if scored and (score := scored.at(stage))}
         devices.append({**result.plain(one), "accuracy": accuracy})
     facts: dict[str, Any] = {
-        "devices": devices, "rounds": len(run.rounds),
-        "reached": [result.plain(one) for one in bill.reached(run.rounds)],
+        "devices": devices, "rounds": run.closed,
+        "reached": [result.plain(one) for one in bill.reached(run)],
         "fleet": result.plain(run.totals) if run.totals else {},
     }
     if chosen.rounds_per_day is not None:
@@ -100,7 +100,7 @@ def _blocks(run: Result, chosen: Pricing) -> Iterator[str]:
 
     yield f"{terminal.columns(*cost_tables.device_table(run))}\n{cost_tables.NOTE}"
     yield terminal.columns(*cost_tables.kind_table(run.costs))
-    heads, rows = cost_tables.reached_table(bill.reached(run.rounds))
+    heads, rows = cost_tables.reached_table(bill.reached(run))
     if rows:
         yield terminal.columns(heads, rows)
     months = _months(run, chosen)

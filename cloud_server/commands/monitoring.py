@@ -78,6 +78,8 @@ def audit(
             processes.say(f"line {number} cannot be read: a power cut tore it, or somebody else wrote it")
         for number, wrong in found.broken:
             processes.say(f"line {number} {wrong}")
+        if found.dropped:
+            processes.say(f"{found.dropped} older files were dropped; the first line here is of {found.files[0]}")
         chained = f"{found.unchained} of them of a version without hashes; " if found.unchained else ""
         processes.say(f"{found.lines} lines, {chained}the last has the hash {found.head or 'of nothing'}; keep it on "
                       f"another machine: metafleet audit {typed(fleet)} --since {found.head[:16] or 'HASH'}")

@@ -184,6 +184,7 @@ def rounds(
     from cloud_server.ledger.ledger_tables import RoundArrays, RoundCodec, RoundPrivacy, Update
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.reports import array_tables, codec_tables, privacy_tables
+    from cloud_server.results import folded as folded_rounds
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
@@ -193,6 +194,7 @@ def rounds(
         skipped = Counter(one.round for one in ledger.each(Update, status="counted", skipped=True))
         refused = Counter(one.round for one in ledger.each(Update, status="refused"))
         unused = [one for one in ledger.each(Update) if one.reason and one.status != "late"] if explain else []
+        folded = folded_rounds.of_ledger(ledger)
     shown = {name: counts for name, counts in (("skipped", skipped), ("refused", refused)) if counts}
     if as_json:
         used: dict[int, dict[str, Any]] = {}
@@ -215,7 +217,10 @@ def rounds(
         for r in listed
     ]
     terminal.table(rows, ("round", "opened", "status", "cohort", *shown, "loss", "seconds", "note"))
-    if not rows:
+    if folded is not None:
+        processes.say(f"{folded.text} ({folded.closed} closed, {folded.participants} updates counted, {folded.refused} "
+                      "refused); [keep] in fleet.toml says how many rounds are kept")
+    elif not rows:
         return processes.say("no round has been opened yet")
     if explain:
         tables = [codec_tables.explained(codecs), *([array_tables.explained(arrays)] if arrays else []),

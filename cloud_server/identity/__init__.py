@@ -3,6 +3,6 @@
 ``create_fleet`` makes a fleet's folder with its keys, ``device_folder`` a device's. ``fleet_certificates`` makes and
 revokes certificates with the ``certificate_authority``. ``token_enrolment`` signs for a device that holds a token,
 ``renewals`` for one whose certificate ends soon. ``audit_log`` keeps what operators asked for and whom the aggregator
-let in or refused. ``announce_keys`` tells devices of another signing key,
+let in or refused, in ``audit_files``. ``announce_keys`` tells devices of another signing key,
 ``authorities`` has the authority and its successor.
 """

@@ -8,12 +8,14 @@ its end off: keep the hash of the last line elsewhere, and ``check`` finds that 
 An action on the console has two lines with the same ``id``: one that is on the disk before anything is done, and one
 with ``outcome`` after it. A command has one line, after it has succeeded. A line that a power cut has torn is skipped
 when the file is read; what follows begins on a line of its own, and holds the hash of the torn one.
+
+A full file is put aside (``audit_files``), and the chain goes on in the next one. ``drop_old`` deletes the oldest ones
+and says so in the log, with the hash that the first line of the rest names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
 import hashlib
 import json
@@ -27,11 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from cloud_server.identity import audit_files
 from cloud_server.ledger import disk_errors
-from fleet_core.base import processes, storage
+from fleet_core.base import processes
 from fleet_core.base.errors import FleetError, StateError
 
-FILE = "audit.ndjson"
+FILE = audit_files.FILE
 MOST_BYTES = 1 << 18
 """How much of the file's end is read for the console."""
 MOST_LINE_BYTES = 1 << 16
@@ -40,6 +43,7 @@ LARGEST_BYTES = 1 << 24
 TEXT = 500  # characters
 ALWAYS = ("revoke",)
 """What is done even if the disk takes no line, and for whose lines the reserved room is used."""
+DROP = "drop audit file"
 CONSOLE, COMMAND, AGGREGATOR = "console", "command line", "aggregator"
 
 
@@ -105,30 +109,45 @@ class Recorder:
 
 def append(folder: Path, entry: dict[str, Any], *, durable: bool = True) -> None:
     """Writes ``entry`` as one line with the hash of the line before. durable: synced to the disk. Raises StateError."""
-    path = folder / FILE
-    new = not path.exists()
     try:
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if new and os.geteuid() == 0:  # an aggregator that is not root writes it too
-                os.fchown(handle, folder.stat().st_uid, folder.stat().st_gid)
+        with audit_files.to_write(folder, durable=durable) as handle:
             size = os.fstat(handle).st_size
             torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            chained = {**entry, "previous": hash_of(_last_line(handle, size)) if size else ""}
+            previous = hash_of(_last_line(handle, size)) if size else _end_of_full(folder)
+            chained = {**entry, "previous": previous}
             line = json.dumps(chained, separators=(",", ":"), allow_nan=False).encode() + b"\n"
             rest = b"\n" * torn + line
             while rest:
                 rest = rest[os.write(handle, rest):]
             if durable:
                 os.fsync(handle)
-        finally:
-            os.close(handle)
-        if new and durable:
-            storage.sync(folder)
     except OSError as error:
-        raise StateError(f"cannot be written: {error.strerror or error}", where=str(path),
+        raise StateError(f"cannot be written: {error.strerror or error}", where=str(folder / FILE),
                          hint="nothing is done on the console that is not in the audit log") from error
+
+
+def _end_of_full(folder: Path) -> str:
+    """The hash of the last line before ``audit.ndjson``; empty if that is the first file."""
+    full = audit_files.full_ones(folder)
+    return _end_of(full[-1]) if full else ""
+
+
+def _end_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hash_of(_last_line(file.fileno(), os.fstat(file.fileno()).st_size))
+
+
+def drop_old(folder: Path, keep: int, log: Callable[[str], None]) -> None:
+    """Deletes the oldest of more than ``keep`` (at least 1) full files, each after a line that says so. Raises
+    StateError."""
+    for path in audit_files.full_ones(folder)[:-keep]:
+        try:
+            end = _end_of(path)
+            append(folder, {**_entry(AGGREGATOR, "", DROP, ""), "outcome": "done", "text": f"{path.name} {end}"})
+            path.unlink()
+        except OSError as error:
+            raise StateError(f"cannot be deleted: {error.strerror or error}", where=str(path)) from error
+        log(f"{path.name} is deleted: [keep] audit_files in fleet.toml keeps {keep}")
 
 
 def _last_line(handle: int, size: int) -> bytes:
@@ -178,17 +197,22 @@ def _user() -> str:
 def read(folder: Path) -> list[dict[str, Any]]:
     """The last actions, oldest first, each with its outcome if it has one."""
     found: dict[str, dict[str, Any]] = {}
+    for path in (*audit_files.full_ones(folder)[-1:], folder / FILE):
+        for line in _end_lines(path):
+            if (entry := _parsed(line)) is not None:
+                found[entry["id"]] = entry
+    return list(found.values())
+
+
+def _end_lines(path: Path) -> list[bytes]:
+    """The lines of the file's last MOST_BYTES; none of a file that cannot be read."""
     try:
-        with open(folder / FILE, "rb") as file:
+        with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - MOST_BYTES))
-            lines = file.read(MOST_BYTES).split(b"\n")[1 if size > MOST_BYTES else 0 :]
+            return file.read(MOST_BYTES).split(b"\n")[1 if size > MOST_BYTES else 0 :]
     except OSError:
         return []
-    for line in lines:
-        if (entry := _parsed(line)) is not None:
-            found[entry["id"]] = entry
-    return list(found.values())
 
 
 def sentence(entry: dict[str, Any]) -> str:
@@ -202,9 +226,10 @@ def sentence(entry: dict[str, Any]) -> str:
 
 @dataclass
 class Checked:
-    """lines: in the file. head: the hash of the last one. unchained: lines of a version that wrote no hashes, before
+    """lines: in all files. head: the hash of the last one. unchained: lines of a version that wrote no hashes, before
     the chain begins. torn: numbers of lines that a power cut tore. broken: (number, what is wrong). entries: the last
-    ones, or those after ``since``, each with its ``line`` and ``hash``."""
+    ones, or those after ``since``, each with its ``line`` and ``hash``. files: by name, the oldest first; a line's
+    number counts from the first one's begin. dropped: how many files before them were deleted, as the log says."""
 
     lines: int = 0
     head: str = ""
@@ -212,18 +237,20 @@ class Checked:
     torn: list[int] = field(default_factory=list)
     broken: list[tuple[int, str]] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    dropped: int = 0
 
 
 def check(folder: Path, *, since: str = "", most: int = 1000) -> Checked:
-    """Reads the whole file, line by line, and checks that each line follows the one before.
+    """Reads all files, line by line, and checks that each line follows the one before.
 
     since: the hash of a line, or how it begins; the entries after it are returned, and it is broken if no line has it.
-    most: entries that are returned, the newest; of what is torn and broken, the oldest. Raises StateError if the file
+    most: entries that are returned, the newest; of what is torn and broken, the oldest. Raises StateError if a file
     cannot be read.
     """
     found, reached, chained = Checked(), not since, False
-    newest = deque[dict[str, Any]](maxlen=most)
-    for raw in _lines(folder / FILE):
+    newest, dropped, begin = deque[dict[str, Any]](maxlen=most), set[str](), ""
+    for raw in _lines(folder, found):
         found.lines += 1
         digest = hash_of(raw)
         entry = _parsed(raw)
@@ -232,13 +259,22 @@ def check(folder: Path, *, since: str = "", most: int = 1000) -> Checked:
             found.torn[most:] = [found.lines]
         elif not chained:
             found.unchained += 1
+        elif found.lines == 1 and found.dropped:
+            begin = str(entry.get("previous"))
         elif wrong := _wrong(entry, found.head):
             found.broken[most:] = [(found.lines, wrong)]
         if entry is not None and reached:
             newest.append({**entry, "line": found.lines, "hash": digest})
+        if entry is not None and entry.get("action") == DROP:
+            dropped.add(str(entry.get("text")).rpartition(" ")[2])
         found.head, reached = digest, reached or digest.startswith(since)
+    if found.dropped and begin not in dropped:
+        found.broken.insert(0, (1, f"{found.dropped} files before it are missing, and no line says that they were "
+                                   "dropped"))
     if not reached:
-        found.broken.append((found.lines, f"no line has the hash {since[:64]}: it was changed, or lines were removed"))
+        whose = ", or its file was dropped" if found.dropped else ""
+        found.broken.append((found.lines, f"no line has the hash {since[:64]}: it was changed, or lines were removed"
+                                          f"{whose}"))
     found.entries = list(newest)
     return found
 
@@ -252,21 +288,28 @@ def _wrong(entry: dict[str, Any], head: str) -> str:
     return "does not follow the line before: one of them was changed, or lines between them were removed or put in"
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The file's lines. One over LARGEST_BYTES comes in pieces, which fail the check."""
+def _lines(folder: Path, found: Checked) -> Iterator[bytes]:
+    """The lines of all files, whose names it notes. One over LARGEST_BYTES comes in pieces, which fail the check."""
     try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            left = os.fstat(file.fileno()).st_size
-            fcntl.flock(file, fcntl.LOCK_UN)
-            while left > 0:
-                line, taken = _one(file, left)
-                left -= taken
-                yield line
-    except FileNotFoundError:
-        return
+        full, last, size = audit_files.to_read(folder)
+        found.files = [path.name for path in (*full, *([folder / FILE] if last else []))]
+        found.dropped = audit_files.number_of(full[0]) - 1 if full else 0
+        for path in full:
+            with open(path, "rb") as file:
+                yield from _lines_of(file, path.stat().st_size)
+        if last is not None:
+            with last:
+                yield from _lines_of(last, size)
     except OSError as error:
-        raise StateError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        raise StateError(f"cannot be read: {error.strerror or error}", where=str(error.filename or folder / FILE),
+                         hint="try again: an old file may have been dropped meanwhile") from error
+
+
+def _lines_of(file: IO[bytes], left: int) -> Iterator[bytes]:
+    while left > 0:
+        line, taken = _one(file, left)
+        left -= taken
+        yield line
 
 
 def _one(file: IO[bytes], left: int) -> tuple[bytes, int]:

@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Device, Evaluation, Update
+from cloud_server.ledger.ledger_tables import Device, Evaluation
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.results import device_costs
 from cloud_server.results.device_costs import DeviceCosts
@@ -75,7 +75,7 @@ def messages(names: Names, ledger: Ledger) -> dict[str, bytes]:
     """{topic: payload} of every device that the ledger knows; empty payloads remove what is there of a revoked one."""
     costs = {one.device: one for one in device_costs.of_ledger(ledger)}
     accuracy = {one.device: one.accuracy for one in ledger.each(Evaluation, stage="after")}
-    counted = {one.device: one.round for one in ledger.each(Update, status="counted")}
+    counted = {device: newest for device, (_, _, newest) in ledger.counted_updates().items()}
     found: dict[str, bytes] = {}
     for device in ledger.devices():
         name = device.name

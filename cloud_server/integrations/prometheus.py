@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes
-from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, Update
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Round
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.results import device_costs
 from cloud_server.results.device_costs import DeviceCosts
@@ -55,10 +55,11 @@ class FleetCollector(Collector):
 
 
 def _of_rounds(ledger: Ledger) -> Iterator[Metric]:
-    closed, last = ledger.rounds("closed"), ledger.newest(Round, status="closed")
-    yield CounterMetricFamily("metafleet_rounds_closed", "Closed rounds.", value=len(closed))
+    last, statuses = ledger.newest(Round, status="closed"), Counter[str]()
+    yield CounterMetricFamily("metafleet_rounds_closed", "Closed rounds.", value=ledger.closed_count())
     yield GaugeMetricFamily("metafleet_round_open", "1 while a round is open.", int(bool(ledger.rounds("open"))))
-    statuses = Counter(update.status for update in ledger.each(Update))
+    for fates in ledger.fates(by="device").values():
+        statuses.update(fates)
     yield _family(CounterMetricFamily("metafleet_updates", "Updates that arrived.", labels=["status"]),
                   (((status,), statuses[status]) for status in ("counted", "refused", "late")))
     if last is not None:

@@ -4,7 +4,8 @@ The aggregator writes; any number of processes read at the same time (status, li
 writes only requests: it adds one with ``request``, and the aggregator takes it away with ``remove_request``. A
 ``Ledger`` belongs to the thread that opened it; another thread or process opens the same path again.
 
-``put`` writes rows of the tables in ``ledger_tables``, ``rows`` reads them, ``ledger_sums`` adds them up.
+``put`` writes rows of the tables in ``ledger_tables``, ``rows`` reads them, ``ledger_sums`` adds them up. Rows of
+rounds that ``fold_rounds`` has folded are gone; the sums have them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 from cloud_server.ledger import ledger_statements as statements
 from cloud_server.ledger import ledger_tables as tables
+from cloud_server.ledger.fold_rounds import LedgerFolds
 from cloud_server.ledger.ledger_sums import LedgerSums
 from cloud_server.ledger.ledger_tables import ADDED, SCHEMA, VERSION, AbsentEnergy, Device, Round, Row
 from fleet_core.base.errors import StateError
@@ -31,7 +33,7 @@ R = TypeVar("R", bound=Row)
 NEW_LEDGER = "move the file aside and put a backup in its place, or make a new fleet with 'metafleet init'"
 
 
-class Ledger(LedgerSums):
+class Ledger(LedgerFolds, LedgerSums):
     """The ledger at ``path``, created if missing unless ``create`` is False.
 
     Raises StateError, and leaves the file unchanged, if it is missing (with ``create`` False), no ledger, damaged, or
@@ -134,9 +136,10 @@ class Ledger(LedgerSums):
         return int(found[0][0]) if found else None
 
     def counted(self, device: str, number: int) -> str | None:
-        """The id of the device's update that was counted in the round, or None."""
+        """The id of the device's update that was counted in the round, or None; also None for one that was folded,
+        unless it is the device's newest."""
         found = self.rows(tables.Update, round=number, device=device, status="counted")
-        return found[0].update_id if found else None
+        return found[0].update_id if found else self.last_folded(device, number)
 
     def rounds(self, status: str | None = None, within: range | None = None) -> list[Round]:
         return self.rows(Round, within, status=status) if status else self.rows(Round, within)

@@ -38,6 +38,21 @@ def in_rounds(within: range | None) -> str:
     return "1" if within is None else f"round BETWEEN {within.start} AND {within.stop - 1}"
 
 
+COUNTERS, WAYS = ("payload", "mqtt", "wire"), ("up", "down")
+REPORT_SUMS = "COUNT(*), SUM(IFNULL(payload_up, 0)), SUM(IFNULL(payload_down, 0)), " + ", ".join(
+    f"SUM(IFNULL({c}_up, 0)), SUM(IFNULL({c}_down, 0)), SUM({c}_up IS NULL AND {c}_down IS NULL)" for c in COUNTERS[1:]
+)
+"""Over ``reports``: how many there are, payload up and down, then of the other counters up, down and how many reports
+lack them."""
+
+
+def reports(by: str, where: str) -> str:
+    """The statement that makes one line of a device's traffic: the columns ``by``, and bytes by counter and way."""
+    parts = ", ".join(f"SUM(CASE direction WHEN '{way}' THEN {counter}_bytes END) AS {counter}_{way}"
+                      for counter in COUNTERS for way in WAYS)
+    return f"SELECT {by}, {parts} FROM traffic WHERE {where} GROUP BY {by}"
+
+
 def stored(row: Row) -> list[Any]:
     """The row's values as SQLite stores them, in the order of ``columns``."""
     return [_stored(getattr(row, name)) for name in columns(type(row))]

@@ -9,8 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cloud_server.ledger.ledger_statements import in_rounds
+from cloud_server.ledger.folded_tables import ALL_KINDS
+from cloud_server.ledger.ledger_statements import REPORT_SUMS, in_rounds, reports
 from fleet_core.power.meter import WORKING
+
+FOLDED = range(0)
+REPORTED = ("reports", "payload_up", "payload_down", "mqtt_up", "mqtt_down", "mqtt_missing", "wire_up", "wire_down",
+            "wire_missing")
+ENERGY = ("phase", "source", "measured", "joules", "low", "high", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +77,16 @@ class Totals:
 
 
 class LedgerSums:
-    """Sums over the tables of a ledger. within: only these rounds."""
+    """Sums over the tables of a ledger. within: only these rounds; None for the fleet's whole life, with the rounds
+    that were folded; FOLDED for those of them that were closed. By round, folded rounds have no entry."""
 
     def _query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         raise NotImplementedError
 
     def closed_count(self) -> int:
         """How many rounds are closed."""
-        return int(self._query("SELECT COUNT(*) FROM rounds WHERE status = 'closed'")[0][0])
+        folded = "SELECT SUM(rounds) FROM folded_rounds WHERE status = 'closed'"
+        return int(self._query(f"SELECT COUNT(*) + IFNULL(({folded}), 0) FROM rounds WHERE status = 'closed'")[0][0])
 
     def volume(self, by: str | None = None, within: range | None = None) -> dict[Any, Volume]:
         """Bytes over all rows (key None), or ``by`` "round", "device" or "kind". Scans the traffic table.
@@ -86,19 +94,17 @@ class LedgerSums:
         A device that reported no MQTT or wire bytes for a round counts as one missing report.
         """
         key, inner = _grouping(by, ("round", "device", "kind"))
-        parts = ", ".join(
-            f"SUM(CASE direction WHEN '{way}' THEN {counter}_bytes END) AS {counter}_{way}"
-            for counter in ("payload", "mqtt", "wire")
-            for way in ("up", "down")
-        )
-        sums = ", ".join(
-            f"SUM(IFNULL({c}_up, 0)), SUM(IFNULL({c}_down, 0)), SUM({c}_up IS NULL AND {c}_down IS NULL), COUNT(*)"
-            for c in ("payload", "mqtt", "wire")
-        )
-        reports = f"SELECT {inner}, {parts} FROM traffic WHERE {in_rounds(within)} GROUP BY {inner}"
+        found = f"SELECT {key} AS k, {REPORT_SUMS} FROM ({reports(inner, in_rounds(within))}) GROUP BY 1"
+        kinds = f" AND kind {'!=' if by == 'kind' else '='} '{ALL_KINDS}'"
+        folded = _folded(by, within, "folded_traffic", *REPORTED) + kinds
+        sums = ", ".join(f"SUM({name})" for name in REPORTED)
         return {
-            row[0]: Volume(payload=Bytes(up=row[1], down=row[2]), mqtt=_bytes(*row[5:9]), wire=_bytes(*row[9:13]))
-            for row in self._query(f"SELECT {key}, {sums} FROM ({reports}) GROUP BY 1")
+            k: Volume(payload=Bytes(up=up, down=down), mqtt=_bytes(mqtt_up, mqtt_down, no_mqtt, count),
+                      wire=_bytes(wire_up, wire_down, no_wire, count))
+            for k, count, up, down, mqtt_up, mqtt_down, no_mqtt, wire_up, wire_down, no_wire in self._query(
+                f"WITH every (k, {', '.join(REPORTED)}) AS ({found}{folded})"
+                f" SELECT k, {sums} FROM every GROUP BY 1"
+            )
         }
 
     def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
@@ -106,16 +112,20 @@ class LedgerSums:
         key, _ = _grouping(by, ("round", "device"))
         parts: dict[Any, dict[str, list[PhaseJoules]]] = {}
         for k, phase, source, measured, amount, low, high, unknown in self._query(
-            f"SELECT {key}, phase, source, measured, SUM(joules), SUM(low), SUM(high), SUM(low IS NULL) FROM energy"
-            f" WHERE {in_rounds(within)} GROUP BY 1, phase, source, measured HAVING SUM(joules) > 0"
+            "SELECT k, phase, source, measured, SUM(joules), SUM(low), SUM(high), SUM(unknown)"
+            f" FROM (SELECT {key} AS k, phase, source, measured, joules, low, high, low IS NULL AS unknown FROM energy"
+            f" WHERE {in_rounds(within)}{_folded(by, within, 'folded_energy', *ENERGY)}) GROUP BY 1, 2, 3, 4"
+            " HAVING SUM(joules) > 0"
         ):
             spread = (amount, amount) if measured else (None, None) if unknown else (low, high)
             source = f"{'measured' if measured else 'modelled'}: {source}"
             part = PhaseJoules(value=amount, source=source, low=spread[0], high=spread[1])
             parts.setdefault(k, {}).setdefault(phase, []).append(part)
         missing: dict[Any, int] = dict(self._query(
-            f"SELECT {key}, COUNT(*) FROM updates AS u WHERE {in_rounds(within)} AND status = 'counted' AND NOT EXISTS"
-            " (SELECT 1 FROM energy AS e WHERE e.round = u.round AND e.device = u.device) GROUP BY 1"
+            f"SELECT k, SUM(n) FROM (SELECT {key} AS k, COUNT(*) AS n FROM updates AS u WHERE {in_rounds(within)} AND"
+            " status = 'counted' AND NOT EXISTS (SELECT 1 FROM energy AS e WHERE e.round = u.round AND e.device ="
+            f" u.device) GROUP BY 1{_folded(by, within, 'folded_updates', 'without_energy')} AND status = 'counted')"
+            " GROUP BY 1 HAVING SUM(n) > 0"
         ))
         found = {}
         for k, of in parts.items():
@@ -142,9 +152,11 @@ class LedgerSums:
         """Payload bytes by device and kind of traffic."""
         found: dict[str, dict[str, Bytes]] = {}
         for device, kind, up, down in self._query(
-            "SELECT device, kind, SUM(CASE direction WHEN 'up' THEN payload_bytes ELSE 0 END),"
-            " SUM(CASE direction WHEN 'down' THEN payload_bytes ELSE 0 END)"
-            " FROM traffic WHERE kind != 'link' GROUP BY device, kind"
+            "SELECT device, kind, SUM(up), SUM(down) FROM (SELECT device, kind,"
+            " CASE direction WHEN 'up' THEN payload_bytes ELSE 0 END AS up,"
+            " CASE direction WHEN 'down' THEN payload_bytes ELSE 0 END AS down FROM traffic UNION ALL"
+            f" SELECT device, kind, payload_up, payload_down FROM folded_traffic WHERE kind != '{ALL_KINDS}')"
+            " WHERE kind != 'link' GROUP BY device, kind"
         ):
             found.setdefault(device, {})[kind] = Bytes(up=up, down=down)
         return found
@@ -152,20 +164,24 @@ class LedgerSums:
     def flops(self, within: range | None = None, *, by: str = "round") -> dict[Any, float]:
         """Floating-point operations ``by`` "round" or "device"."""
         key, _ = _grouping(by, ("round", "device"))
-        return dict(self._query(f"SELECT {key}, SUM(flops) FROM flops WHERE {in_rounds(within)} GROUP BY 1"))
+        return dict(self._query(
+            f"SELECT k, SUM(flops) FROM (SELECT {key} AS k, flops FROM flops WHERE {in_rounds(within)}"
+            f"{_folded(by, within, 'folded_flops', 'flops')}) GROUP BY 1"
+        ))
 
     def fates(self, within: range | None = None, *, by: str = "round") -> dict[Any, dict[str, int]]:
         """Number of updates that were counted, refused and late ``by`` "round" or "device"."""
         key, _ = _grouping(by, ("round", "device"))
         found: dict[Any, dict[str, int]] = {}
         for k, status, count in self._query(
-            f"SELECT {key}, status, COUNT(*) FROM updates WHERE {in_rounds(within)} GROUP BY 1, 2"
+            f"SELECT k, status, SUM(n) FROM (SELECT {key} AS k, status, 1 AS n FROM updates WHERE {in_rounds(within)}"
+            f"{_folded(by, within, 'folded_updates', 'status', 'updates')}) GROUP BY 1, 2"
         ):
             found.setdefault(k, {})[status] = count
         return found
 
     def totals(self) -> Totals:
-        operations = self.flops()
+        operations = self.flops(by="device")
         return Totals(
             rounds=self.closed_count(),
             volume=self.volume().get(None),
@@ -180,10 +196,21 @@ class LedgerSums:
         one."""
         names = ("cpu_s", "connected_s", "retransmitted_bytes", "peak_mib")
         sums = "device, SUM(cpu_s), SUM(connected_s), SUM(retransmitted_bytes), MAX(peak_mib)"
+        columns = f"device, {', '.join(names)}"
+        every = f"SELECT {columns} FROM usage UNION ALL SELECT {columns} FROM folded_usage"
         return {
             device: dict(zip(names, found, strict=True))
-            for device, *found in self._query(f"SELECT {sums} FROM usage GROUP BY device")
+            for device, *found in self._query(f"SELECT {sums} FROM ({every}) GROUP BY device")
         }
+
+    def counted_updates(self) -> dict[str, tuple[int, int, int]]:
+        """Device -> (updates that were counted, those of them that were skipped, the newest one's round)."""
+        return {device: (count, skipped, newest) for device, count, skipped, newest in self._query(
+            "SELECT device, SUM(n), SUM(skipped), MAX(newest) FROM (SELECT device, 1 AS n, skipped, round AS newest"
+            " FROM updates WHERE status = 'counted' UNION ALL SELECT f.device, f.updates, f.skipped, l.round FROM"
+            " folded_updates AS f JOIN last_counted AS l ON l.device = f.device WHERE f.status = 'counted')"
+            " GROUP BY device"
+        )}
 
 
 def _together(parts: Sequence[PhaseJoules]) -> PhaseJoules | None:
@@ -204,5 +231,13 @@ def _grouping(by: str | None, allowed: tuple[str, ...]) -> tuple[str, str]:
     return by or "NULL", "round, device, kind" if by == "kind" else "round, device"
 
 
-def _bytes(up: int, down: int, missing: int, reports: int) -> Bytes | None:
-    return None if missing == reports else Bytes(up=up, down=down, missing=missing or None)
+def _folded(by: str | None, within: range | None, table: str, *columns: str) -> str:
+    """The end of a query that also has the rows of folded rounds. They have no round, so none of them is in a sum by
+    round."""
+    counts = "0" if by == "round" else "1" if within is None else "closed" if within is FOLDED else "0"
+    key = by if by and by != "round" else "NULL"
+    return f" UNION ALL SELECT {key}, {', '.join(columns)} FROM {table} WHERE {counts}"
+
+
+def _bytes(up: int, down: int, missing: int, count: int) -> Bytes | None:
+    return None if missing == count else Bytes(up=up, down=down, missing=missing or None)

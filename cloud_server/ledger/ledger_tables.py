@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-VERSION = 9
+from cloud_server.ledger import folded_tables
+
+VERSION = 10
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -88,6 +90,7 @@ CREATE TABLE privacy (
     round INTEGER PRIMARY KEY REFERENCES rounds, mode TEXT NOT NULL, clip REAL NOT NULL, noise REAL NOT NULL,
     delta REAL NOT NULL, epsilon REAL NOT NULL, spent REAL NOT NULL, most INTEGER NOT NULL);
 """,
+    10: folded_tables.SCHEMA,
 }
 """Version -> the statements that upgrade a ledger from the version before."""
 

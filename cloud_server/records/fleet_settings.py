@@ -129,6 +129,17 @@ class AlertsSection:
 
 
 @dataclass(frozen=True)
+class KeepSection:
+    """How much of a fleet's past stays in its folder. rounds: ``ledger.fold_rounds`` folds earlier ones. audit_files:
+    of ``identity.audit_files``."""
+
+    rounds: int = field(default=1000, metadata={"min": 0, "max": 1_000_000, "about":
+        "Rounds that are kept one by one, at least 50; earlier ones are folded into sums. 0: all are kept."})
+    audit_files: int = field(default=8, metadata={"min": 0, "max": 1_000_000, "about":
+        "Full files of the audit log that are kept, 4 MiB each; older ones are deleted. 0: all are kept."})
+
+
+@dataclass(frozen=True)
 class FleetRobustSection(RobustSection):
     """``[robust]`` with the settings that a simulation does not have."""
 
@@ -150,6 +161,7 @@ class FleetConfig:
     robust: FleetRobustSection = field(default_factory=FleetRobustSection)
     privacy: PrivacySection = field(default_factory=PrivacySection)
     hyper: Mapping[str, Any] = field(default_factory=dict)
+    keep: KeepSection = field(default_factory=KeepSection)
     budget: BudgetSection | None = None
     alerts: AlertsSection | None = None
 
@@ -157,7 +169,7 @@ class FleetConfig:
 NOTES = {
     f"{section}.{key.name}": str(key.metadata["about"])
     for section, kind in (("fleet", FleetSection), ("link", LinkSection), ("train", TrainSection),
-                          ("robust", FleetRobustSection), ("privacy", PrivacySection))
+                          ("robust", FleetRobustSection), ("privacy", PrivacySection), ("keep", KeepSection))
     for key in fields(kind)
     if "about" in key.metadata
 }

@@ -52,8 +52,16 @@ def device_table(run: Result) -> tuple[tuple[str, ...], Rows]:
 
 def skipped_text(run: Result) -> str:
     """How many updates were too small to send; empty for none."""
-    skipped, counted = (sum(getattr(one, key) or 0 for one in run.rounds) for key in ("skipped", "participants"))
+    known = [one for one in (run.folded, *run.rounds) if one is not None]
+    skipped, counted = (sum(getattr(one, key) or 0 for one in known) for key in ("skipped", "participants"))
     return f"{skipped} of {counted} updates were too small to send (skip_below)" if skipped else ""
+
+
+def folded_text(run: Result) -> str:
+    """Which rounds are in sums only; empty for none."""
+    if run.folded is None:
+        return ""
+    return f"{run.folded.text[:1].upper()}{run.folded.text[1:]}; charts and tables of rounds begin after them."
 
 
 def _figures(one: Any) -> tuple[str, ...]:

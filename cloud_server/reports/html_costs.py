@@ -30,7 +30,7 @@ def section(run: Result, pricing: Pricing) -> str:
     """Empty for a result without costs by device."""
     if not run.costs:
         return ""
-    lines = bill.reached(run.rounds)
+    lines = bill.reached(run)
     parts = ["<h2>Costs by device</h2>", _note(cost_tables.NOTE), _table(cost_tables.device_table(run)),
              _details("Payload by kind, joules by phase", cost_tables.kind_table(run.costs)), _chart(lines)]
     if pricing.rounds_per_day:

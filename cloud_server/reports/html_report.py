@@ -61,7 +61,7 @@ def render(
 def _heading(run: Result, title: str) -> str:
     new = sum(p.new for p in run.personalization)
     facts = [method_text(run.method), count_text(run.devices, "device") + (f" and {new} new" if new else ""),
-             count_text(len(run.rounds), "round"), f"seed {run.seed}"]  # fmt: skip
+             count_text(run.closed, "round"), f"seed {run.seed}"]  # fmt: skip
     return heading(title, " · ".join(facts))
 
 
@@ -180,6 +180,7 @@ def _curves(run: Result) -> str:
     charts = _accuracy_chart(run.rounds) + _loss_chart(run.rounds)
     evaluated = any(r.accuracy for r in run.rounds)
     note = "" if evaluated else '<p class="note">No round of this run was evaluated.</p>'
+    note += f'<p class="note">{escape(cost_tables.folded_text(run))}</p>' if run.folded else ""
     return f'<h2>Learning</h2><div class="charts">{charts}</div>{note}'
 
 
@@ -226,7 +227,7 @@ def _traffic(run: Result) -> str:
     sums = run.totals
     if sums is None or sums.payload_bytes is None:
         return f"<h2>Bytes</h2><p class='soft'>{NOT_COUNTED}</p>"
-    ways = {way: _cumulative(run.rounds, way) for way in ("up", "down")}
+    ways = {way: _cumulative(run, way) for way in ("up", "down")}
     top = max((line.points[-1][1] for lines in ways.values() for line in lines), default=0.0)
     charts = "".join(_byte_chart(way, lines, top) for way, lines in ways.items() if lines and top)
     rows = [_byte_row(name, getattr(sums, key)) for name, key in COUNTERS]
@@ -238,13 +239,16 @@ def _traffic(run: Result) -> str:
     return f'<h2>Bytes</h2><div class="charts">{charts}</div>{COUNTERS_NOTE}{table}{note}'
 
 
-def _cumulative(rounds: Sequence[RoundFigures], way: str) -> list[Line]:
-    """Running sums of the counters that every round has: with missing rounds a line would be too low."""
-    lines = []
+def _cumulative(run: Result, way: str) -> list[Line]:
+    """Running sums of the counters that every round has: with missing rounds a line would be too low. They begin with
+    the bytes of the folded rounds."""
+    lines, known = [], [one for one in (run.folded, *run.rounds) if one is not None]
+    numbers = [r.round for r in run.rounds]
     for (name, key), style in zip(COUNTERS, ("one", "two", "three"), strict=True):
-        counts = [getattr(moved, way) for r in rounds if (moved := getattr(r, key))]
-        if rounds and len(counts) == len(rounds):
-            lines.append(Line(name, style, list(zip([r.round for r in rounds], accumulate(counts), strict=True))))
+        counts = [getattr(moved, way) for r in known if (moved := getattr(r, key))]
+        if numbers and len(counts) == len(known):
+            sums = list(accumulate(counts))[-len(numbers):]
+            lines.append(Line(name, style, list(zip(numbers, sums, strict=True))))
     return lines
 
 

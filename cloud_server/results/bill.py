@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.records.tariff import J_PER_WH, Tariff
 from cloud_server.results.device_costs import DeviceCosts
-from cloud_server.results.result import Result, RoundFigures
+from cloud_server.results.result import Result
 
 DAYS = 30
 
@@ -64,9 +64,9 @@ def complete_joules(energy: Joules | None) -> float | None:
 def months(run: Result, rounds_per_day: float, tariff: Tariff | None, battery_wh: float | None = None) -> list[Month]:
     """A month of every device that has reported, and of the fleet as the last one; empty before the first round is
     closed. battery_wh: instead of the tariff's."""
-    if not run.rounds or not run.costs:
+    if not run.closed or not run.costs:
         return []
-    factor = rounds_per_day * DAYS / len(run.rounds)
+    factor = rounds_per_day * DAYS / run.closed
     capacity = battery_wh or (tariff.battery_wh if tariff else None)
     found = [_month(one, factor, tariff, capacity) for one in run.costs if one.payload_bytes is not None]
     return [*found, _fleet(found)]
@@ -112,11 +112,16 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if len(known) == len(listed) else None
 
 
-def reached(rounds: Iterable[RoundFigures]) -> list[Reached]:
-    """Cost against accuracy: one line per closed round."""
+def reached(run: Result) -> list[Reached]:
+    """Cost against accuracy: one line per closed round that is kept. The sums have the folded rounds."""
     lines, payload, wire = list[Reached](), Running(), Running()
     flops, joules = Running(), Running()
-    for one in rounds:
+    if (before := run.folded) is not None:
+        payload.add(_both(before.payload_bytes))
+        wire.add(_both(before.wire_bytes))
+        flops.add(before.flops)
+        joules.add(complete_joules(before.energy_j))
+    for one in run.rounds:
         lines.append(Reached(
             round=one.round, accuracy=one.accuracy.mean if one.accuracy else None,
             payload_bytes=_whole(payload.add(_both(one.payload_bytes))),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cloud_server.figures.scores import AMOUNT
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
-from cloud_server.ledger.ledger_tables import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +36,13 @@ class DeviceCosts:
 def of_ledger(ledger: Ledger) -> tuple[DeviceCosts, ...]:
     """The costs of every device, by name; also of revoked ones, whose bytes were paid for."""
     volume, kinds, joules = ledger.volume("device"), ledger.payload(), ledger.joules("device")
-    flops, rounds, skipped = ledger.flops(by="device"), Counter[str](), Counter[str]()
-    for update in ledger.each(Update, status="counted"):
-        rounds[update.device] += 1
-        skipped[update.device] += update.skipped
-    usage, costs = ledger.usage(), []
+    flops, counted, usage = ledger.flops(by="device"), ledger.counted_updates(), ledger.usage()
+    costs = []
     for device in ledger.devices():
         moved = volume.get(device.name)
+        rounds, skipped, _ = counted.get(device.name, (0, 0, 0))
         costs.append(DeviceCosts(
-            device=device.name, new=device.new, rounds=rounds[device.name], skipped=skipped[device.name] or None,
+            device=device.name, new=device.new, rounds=rounds, skipped=skipped or None,
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, kinds=kinds.get(device.name), flops=flops.get(device.name),
             energy_j=joules.get(device.name), **usage.get(device.name, {}),

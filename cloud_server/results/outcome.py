@@ -100,7 +100,7 @@ def _figures(run: Result) -> Iterator[tuple[str, tuple[float | None, Callable[[f
         yield f"accuracy before personalization, {who}", (None if before is None else before.accuracy, share_text)
         yield f"accuracy, {who}", (None if pooled is None else pooled.accuracy, share_text)
         yield f"macro-F1, {who}", (None if pooled is None else pooled.macro_f1, share_text)
-    yield "rounds", (len(run.rounds), "{:.0f}".format)
+    yield "rounds", (run.closed, "{:.0f}".format)
     yield "training loss of the last round", (run.rounds[-1].loss if run.rounds else None, "{:.4g}".format)
     sums = run.totals
     for name, moved in (("payload", sums and sums.payload_bytes), ("MQTT", sums and sums.mqtt_bytes),
@@ -110,7 +110,7 @@ def _figures(run: Result) -> Iterator[tuple[str, tuple[float | None, Callable[[f
     energy = sums.energy_j if sums else None
     yield "joules of work", (None if energy is None else energy.value, phase_text)
     yield "operations", (sums.flops if sums else None, flops_text)
-    took = [one.seconds for one in run.rounds if one.seconds is not None]
+    took = [one.seconds for one in (*run.rounds, run.folded) if one is not None and one.seconds is not None]
     yield "duration of the rounds", (sum(took) if took else None, seconds_text)
 
 

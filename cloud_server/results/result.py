@@ -21,9 +21,10 @@ from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.ledger.ledger_tables import STAGES, Evaluation
-from cloud_server.results import device_costs, round_choices
+from cloud_server.results import device_costs, folded, round_choices
 from cloud_server.results import verdict as verdicts
 from cloud_server.results.device_costs import DeviceCosts
+from cloud_server.results.folded import FoldedSums
 from cloud_server.results.round_choices import ChosenCodec, Privacy, TrainedArrays
 from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
@@ -117,8 +118,9 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """devices: how many train, without those that only joined to be evaluated. costs: by device; empty in a result of
-    an older version."""
+    """rounds: the closed ones that are kept one by one. folded: those before them, None if there are none. devices: how
+    many train, without those that only joined to be evaluated. costs: by device; empty in a result of an older version.
+    """
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
     method: str
@@ -133,6 +135,12 @@ class Result:
     totals: Sums | None = None
     verdict: Verdict | None = None
     costs: tuple[DeviceCosts, ...] = ()
+    folded: FoldedSums | None = None
+
+    @property
+    def closed(self) -> int:
+        """How many rounds are closed."""
+        return len(self.rounds) + (self.folded.closed if self.folded else 0)
 
     def stages(self) -> dict[str, str | None]:
         """The evaluated stages, in order, with their method (None if devices differ)."""
@@ -217,7 +225,7 @@ def build(
         ),
         evaluated=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
-        costs=device_costs.of_ledger(ledger),
+        costs=device_costs.of_ledger(ledger), folded=folded.of_ledger(ledger),
     )  # fmt: skip
 
 

@@ -121,6 +121,11 @@ class Budget:
                     self._unknown.add(key)
                     self._log(f"warning: {key} cannot be kept: no device has reported {name} so far")
 
+    def needed_from(self) -> int:
+        """The first round whose bytes and joules a limit of the day may need."""
+        limits = Amounts() if self._section is None else self._section.device_day
+        return 1 << 31 if limits == Amounts() else self._first_of_today()
+
     # Devices ----------------------------------------------------------------------------------------------------------
 
     def _rest(self, limits: Amounts) -> None:

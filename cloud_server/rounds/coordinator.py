@@ -409,6 +409,7 @@ class Coordinator:
         self._rounds.say_stalled("")
         self._parts.receiver.end(opened.number, screened)
         self._parts.quarantine.after_round()
+        self._parts.keep.after_round(opened.number)
         self._parts.served.serve_if_due(checkpoint)
 
 

@@ -30,6 +30,7 @@ from cloud_server.results.verdict import WarningLog
 from cloud_server.rounds import quarantine
 from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.decide_roll_back import RollBacks
+from cloud_server.rounds.keep_rounds import KeepRounds
 from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.privacy_budget import PrivacyBudget
 from cloud_server.rounds.quarantine import Quarantine
@@ -75,6 +76,7 @@ class Parts:
     renewals: Renewals
     warnings: WarningLog
     budget: Budget
+    keep: KeepRounds
     privacy: PrivacyBudget
     secure: SecureRounds
     left: LeftMessages
@@ -134,6 +136,9 @@ def assemble(
         resting=lambda: members.resting.keys() | members.quarantined.keys(), packed=members.read_packed,
     )
     served.resume(rule.checkpoint)
+    budget = Budget(
+        fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log, private=lambda: privacy.over,
+    )
     return Parts(
         fleet=fleet, ledger=ledger, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints,
         spool=spool, costs=ReportedCosts(ledger), codecs=codecs, arrays=arrays, publisher=publisher, models=models,
@@ -153,11 +158,8 @@ def assemble(
         ),
         renewals=Renewals(fleet, ledger, audit=audit, now=now, log=log),
         warnings=WarningLog(ledger, settings.rounds, log),
-        budget=Budget(
-            fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log,
-            private=lambda: privacy.over,
-        ),
-        privacy=privacy, secure=secure, keys=keys,
+        budget=budget, keep=KeepRounds(fleet.folder, fleet.config.keep, ledger, budget, log), privacy=privacy,
+        secure=secure, keys=keys,
         left=LeftMessages(
             settings.name, link, revoked=members.revoked, off_for=members.off_for, refused=audit.refused, clock=clock,
             log=log,

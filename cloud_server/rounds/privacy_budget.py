@@ -25,6 +25,8 @@ class PrivacyBudget:
         self._section, self._ledger = section, ledger
         modes = {row.round: NONE for row in ledger.each(Round)}
         modes |= {row.round: row.mode for row in ledger.each(RoundPrivacy)}
+        for last, mode in ledger.folded_modes():
+            modes[last] = mode
         other = next((number for number, mode in modes.items() if mode != section.mode), None)
         if other is not None:
             raise ConfigError(f"is '{section.mode}', and round {other} here was with '{modes[other]}'",
@@ -32,6 +34,9 @@ class PrivacyBudget:
         self._accountant = Accountant(section.delta) if section.on else None
         self._spent = None if self._accountant is None else Spent(self._accountant)
         self._number, self._asked = 0, set[str]()
+        if self._spent is not None:
+            for device, noise, rounds in ledger.folded_privacy():
+                self._spent.add([device] * rounds, noise)
         for row in ledger.each(RoundPrivacy) if self._spent else ():
             (opened,) = ledger.rows(Round, round=row.round)
             self._add(row.round, opened.cohort, row.noise)

@@ -156,6 +156,9 @@ def serve(
     """
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
         ledger.check()
+        with contextlib.suppress(StateError):  # the disk is too full for a copy, or another process reads
+            if ledger.shrink():
+                log("the ledger gave the room of folded rounds back to the disk")
         last_closed = max([r.round for r in ledger.rounds("closed")], default=-1)
         view = LiveView(fleet.config.fleet.rounds, after_round=last_closed)
         with contextlib.nullcontext() if quiet else view:

@@ -2,6 +2,8 @@
 
     python -m tests.fuzz.run [TARGET … | all] --inputs 1000000 [--corpus FOLDER] [--out result.json] [--jobs 1]
 
+``--out`` is written after each parser. A parser that has its inputs there, and did not fail, is not run again.
+
 A parser may raise the product's errors only, may take a second of processor time for an input of at most 4 KiB, and no
 allocation may be above 64 MiB, nor may the process grow by more than 512 MiB after its imports, which take 0.4 to 1.1
 GB, by the build of torch. libFuzzer's own report says which input broke that, and leaves the input in the corpus
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import resource
 import subprocess
@@ -81,8 +84,9 @@ def combined(targets: Mapping[str, Any]) -> tuple[Callable[[bytes], None], list[
 
 
 def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, Any]:
-    """What came of one parser: inputs, kept inputs, seconds, and the last lines of a failure."""
+    """What came of one parser: inputs, kept inputs, seconds with the start, and the last lines of a failure."""
     corpus = folder / target
+    begun_s = time.monotonic()
     child = subprocess.run(
         [*FORKED, sys.executable, "-m", "tests.fuzz.run", "--child", target, "--corpus", str(corpus),
          "--inputs", str(inputs), "--seconds", str(seconds)],
@@ -92,14 +96,23 @@ def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, 
     said = dict(re.findall(r"^stat::(\w+):\s+(\d+)", child.stderr, re.MULTILINE))
     failed = "" if child.returncode == 0 else child.stderr[max(0, child.stderr.find("ERROR")):][:3000]
     return {"inputs": int(said.get("number_of_executed_units", 0)), "kept": len(list(corpus.glob("[!b]*"))),
-            "peak_mb": int(said.get("peak_rss_mb", 0)), "failed": failed}
+            "peak_mb": int(said.get("peak_rss_mb", 0)), "seconds": round(time.monotonic() - begun_s, 1),
+            "python": platform.python_version(), "commit": _commit(), "failed": failed}
+
+
+def _commit() -> str:
+    """Of the code that is fuzzed; ends in "+" if files have changed since."""
+    said = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+                          capture_output=True, text=True, check=False)
+    return said.stdout.strip()
 
 
 def run(names: list[str], folder: Path, inputs: int, seconds: int, jobs: int, out: Path | None) -> dict[str, Any]:
-    """Every parser; the result is written after each."""
+    """Every parser that ``out`` does not have yet; the result is written after each."""
     from fleet_core.base.storage import write_json  # not before: a child instruments what it imports
 
     found: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    names = [name for name in names if name not in found or found[name]["failed"] or found[name]["inputs"] < inputs]
     with ThreadPoolExecutor(jobs) as pool:
         one = partial(in_child, folder=folder, inputs=inputs, seconds=seconds)
         for name, result in zip(names, pool.map(one, names), strict=True):

@@ -13,6 +13,7 @@ import numpy as np
 from cloud_server.figures.scores import AMOUNT, SHARE
 from cloud_server.results import outcome
 from cloud_server.results import result as results
+from cloud_server.results.folded import FoldedSums
 from cloud_server.results.result import Personalization, Result, RoundFigures
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
@@ -184,7 +185,7 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> FinishedRun:
     )
 
 
-def _amounts(row: Round | RoundFigures, fallah_rounds: float | None) -> dict[str, float | None]:
+def _amounts(row: Round | RoundFigures | FoldedSums, fallah_rounds: float | None) -> dict[str, float | None]:
     """The cost of a round by measure. fallah_rounds: models sent, in rounds of Per-FedAvg, as the papers count."""
     moved, energy = row.payload_bytes, row.energy_j
     return {
@@ -257,6 +258,8 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> FinishedRun:
     method = METHODS.get(run.method)
     paper = None if method is None else sum(method.paper_models or (method.models_down, method.models_up)) / 2
     points, spent = [], _Spending()
+    if run.folded is not None:
+        spent.add({**_amounts(run.folded, paper and paper * run.folded.closed), "rounds": float(run.folded.closed)})
     for row in run.rounds:
         spent.add(_amounts(row, paper))
         if row.accuracy is not None:
@@ -264,7 +267,7 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> FinishedRun:
             points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **f1}}, spent.sums()))
     return FinishedRun(path, "fleet", run.method, run.method, run.seed, run.devices, _setting(run.config),
                  _choices(run.config), (), tuple(points), _last(run, points), spent.sums(),
-                 sum(row.seconds or 0.0 for row in run.rounds))
+                 sum(row.seconds or 0.0 for row in (*run.rounds, run.folded) if row is not None))
 
 
 def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:

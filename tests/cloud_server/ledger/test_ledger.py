@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import signal
 import sqlite3
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloud_server.ledger import folded_tables
 from cloud_server.ledger.disk_errors import is_disk_error
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, PhaseJoules
@@ -37,6 +39,8 @@ from cloud_server.ledger.ledger_tables import (
 from fleet_core.base.errors import StateError
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
+
+NO_FOLDING = "".join(f"DROP TABLE {name};" for name in re.findall(r"CREATE TABLE (\w+)", folded_tables.SCHEMA))
 
 
 @pytest.fixture
@@ -263,14 +267,15 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 
 def without_skipped(ledger: Ledger) -> None:
-    """Undoes versions 7 to 9."""
+    """Undoes versions 7 to 10."""
+    ledger._db.executescript(NO_FOLDING)
     ledger._db.execute("DROP TABLE privacy")
     ledger._db.execute("DROP TABLE arrays")
     ledger._db.execute("ALTER TABLE updates DROP COLUMN skipped")
 
 
 def without_spread(ledger: Ledger) -> None:
-    """Undoes versions 6 to 8."""
+    """Undoes versions 6 to 10."""
     without_skipped(ledger)
     ledger._db.execute("DROP TABLE absent_energy")
     ledger._db.execute("DROP TABLE usage")
@@ -280,7 +285,7 @@ def without_spread(ledger: Ledger) -> None:
 
 
 def with_former_names(ledger: Ledger) -> None:
-    """Undoes what version 5 renamed, and versions 6 to 8."""
+    """Undoes what version 5 renamed, and versions 6 to 10."""
     without_spread(ledger)
     ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
     ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")

@@ -4,6 +4,7 @@ sent again; and reports of agents of the version before."""
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cloud_server.ledger import folded_tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import VERSION, Device, Energy, Flops, Traffic, Usage
 from cloud_server.ledger.reported_costs import ReportedCosts
@@ -140,6 +142,7 @@ def test_a_ledger_of_the_version_before_gets_the_table(tmp_path: Path) -> None:
     with Ledger(path) as made:
         made.put(Device(name="d0"))
     with closing(sqlite3.connect(path)) as old:
+        old.executescript("".join(f"DROP TABLE {n};" for n in re.findall(r"CREATE TABLE (\w+)", folded_tables.SCHEMA)))
         old.executescript("""
             DROP TABLE usage; DROP TABLE codecs; DROP TABLE absent_energy; ALTER TABLE energy DROP COLUMN low;
             ALTER TABLE energy DROP COLUMN high; ALTER TABLE updates DROP COLUMN skipped; DROP TABLE arrays;

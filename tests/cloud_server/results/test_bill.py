@@ -122,11 +122,11 @@ def test_what_lacks_reports_is_not_billed_by_that_counter(ledger: Ledger) -> Non
 
 def test_cost_against_accuracy_is_a_running_sum_that_ends_where_a_figure_is_missing(ledger: Ledger) -> None:
     fill(ledger, rounds=3)
-    first, second, third = bill.reached(built(ledger).rounds)
+    first, second, third = bill.reached(built(ledger))
     assert (first.payload_bytes, second.payload_bytes, third.payload_bytes) == (6_000_000, 12_000_000, 18_000_000)
     assert (first.accuracy, first.joules, third.flops) == (1.0, 60.0, 30.0)
     ledger._query("DELETE FROM energy WHERE round = 2")
-    assert [one.joules for one in bill.reached(built(ledger).rounds)] == [60.0, None, None]
+    assert [one.joules for one in bill.reached(built(ledger))] == [60.0, None, None]
 
 
 def test_cpu_seconds_memory_and_connection_are_of_those_that_report_them(ledger: Ledger) -> None:

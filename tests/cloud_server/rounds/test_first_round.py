@@ -15,7 +15,7 @@ from cloud_server.choices.first_settings import HEAD
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.ledger.ledger_tables import Invitation, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.records.fleet_settings import NOTES, FleetConfig, FleetSection, LinkSection
+from cloud_server.records.fleet_settings import NOTES, FleetConfig, FleetSection, KeepSection, LinkSection
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Job
 from fleet_core.base import config, schema
@@ -301,7 +301,7 @@ def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tm
     text = (small_fleet(tmp_path / "fleet").folder / "fleet.toml").read_text()
     lines = text.splitlines()
     assert lines[0] == HEAD
-    besides = {"up", "down", "skip_below", "rule", "share", "quarantine", "roll_back"}
+    besides = {"up", "down", "skip_below", "rule", "share", "quarantine", "roll_back", "audit_files"}
     for key in schema.plain(FleetSection("x")).keys() | besides:
         at = next(n for n, line in enumerate(lines) if line.startswith(f"{key} = "))
         assert lines[at - 1].startswith("# ")
@@ -309,7 +309,7 @@ def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tm
     assert {note.partition(".")[2] for note in NOTES} <= {line.partition(" = ")[0] for line in lines}
 
 
-@pytest.mark.parametrize("section", [FleetSection, LinkSection])
+@pytest.mark.parametrize("section", [FleetSection, LinkSection, KeepSection])
 def test_the_page_about_fleet_toml_has_every_key_with_its_default(section):
     page = (ROOT / "docs" / "fleet.md").read_text()
     for key in fields(section):
@@ -332,7 +332,7 @@ def test_init_again_accepts_a_fleet_toml_without_the_keys_that_are_written_now(t
     path = made.folder / "fleet.toml"
     text = path.read_text()
     left_out = ("#", "cohort", "quorum", "deadline_s", "first_wait_s", "serve_every", "enrolment", "rule", "quarantine",
-                "roll_back")
+                "roll_back", "audit_files")
     older = "\n".join(line for line in text.splitlines() if not line.startswith(left_out))
     path.write_text(older)
     assert create_fleet(made.folder, text, lambda settings, head: (b"", b"")).config == made.config

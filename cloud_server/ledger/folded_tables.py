@@ -1,0 +1,56 @@
+"""The ledger's tables of sums over rounds that are no longer kept one by one.
+
+A device's sums have no round. ``folded_rounds`` says which rounds they are of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEMA = """
+CREATE TABLE folded_rounds (
+    status TEXT NOT NULL, privacy TEXT NOT NULL, rounds INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL,
+    seconds REAL, models_transmitted REAL, PRIMARY KEY (status, privacy));
+CREATE TABLE folded_updates (
+    closed INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, status TEXT NOT NULL, updates INTEGER NOT NULL,
+    skipped INTEGER NOT NULL, without_energy INTEGER NOT NULL, PRIMARY KEY (closed, device, status));
+CREATE TABLE last_counted (
+    device TEXT PRIMARY KEY REFERENCES devices, round INTEGER NOT NULL, update_id TEXT NOT NULL);
+CREATE TABLE folded_traffic (
+    closed INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, kind TEXT NOT NULL, reports INTEGER NOT NULL,
+    payload_up INTEGER NOT NULL, payload_down INTEGER NOT NULL, mqtt_up INTEGER NOT NULL, mqtt_down INTEGER NOT NULL,
+    mqtt_missing INTEGER NOT NULL, wire_up INTEGER NOT NULL, wire_down INTEGER NOT NULL, wire_missing INTEGER NOT NULL,
+    PRIMARY KEY (closed, device, kind));
+CREATE TABLE folded_energy (
+    closed INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, phase TEXT NOT NULL, source TEXT NOT NULL,
+    measured INTEGER NOT NULL, joules REAL NOT NULL, low REAL, high REAL, unknown INTEGER NOT NULL,
+    PRIMARY KEY (closed, device, phase, source, measured));
+CREATE TABLE folded_flops (
+    closed INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices, flops REAL NOT NULL,
+    PRIMARY KEY (closed, device));
+CREATE TABLE folded_usage (
+    device TEXT PRIMARY KEY REFERENCES devices, cpu_s REAL, peak_mib REAL, connected_s REAL,
+    retransmitted_bytes INTEGER);
+CREATE TABLE folded_privacy (
+    device TEXT NOT NULL, noise REAL NOT NULL, rounds INTEGER NOT NULL, PRIMARY KEY (device, noise));
+"""
+"""closed: of rounds that were closed; the others count for the fleet's whole life only. ``folded_traffic``: kind "" is
+over all kinds, where a report is one device's in one round; of the other kinds it is one device's of that kind in one
+round. ``last_counted``: the newest folded update of a device that was counted."""
+
+ALL_KINDS = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedRounds:
+    """The rounds ``first`` to ``last`` as far as they were folded. closed: how many of them were closed. participants,
+    skipped, refused: updates. seconds, models_transmitted: sums over the closed ones that have the figure."""
+
+    first: int
+    last: int
+    closed: int
+    participants: int
+    skipped: int
+    refused: int
+    seconds: float | None = None
+    models_transmitted: float | None = None
