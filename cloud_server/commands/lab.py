@@ -40,6 +40,11 @@ WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, he
 STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from the start of one "
                                             "window to the next; default: the window's length.")]
 
+SIZE = Annotated[str | None, typer.Option("--size", metavar="PIXELS", help="Bring all images to this size: 64, or "
+                                          "96x64 for width by height.")]
+FIT = Annotated[str | None, typer.Option("--fit", metavar="letterbox|stretch|refuse", help="How images of another size "
+                                         "are fitted, on every device; default: letterbox with --size, else refuse.")]
+
 
 def simulate(
     experiment: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="See docs/laboratory.md.")],

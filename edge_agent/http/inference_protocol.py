@@ -45,7 +45,8 @@ NOT_READY = "no model has been served to this device yet"
 @dataclass(frozen=True)
 class Facts:
     """The model that answers now. shape, dtype: of one raw sample. unknown: whether unknown classes are detected.
-    graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples."""
+    any_size: images of another size are fitted. graph: as in ``messages.Answer``. ready: False while the device needs
+    its first labelled samples."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -54,6 +55,7 @@ class Facts:
     unknown: bool
     graph: str = ""
     ready: bool = True
+    any_size: bool = False
 
 
 class Model(typing.Protocol):
@@ -163,7 +165,8 @@ class InferenceProtocol:
             {"name": "label", "datatype": "BYTES", "shape": [-1]},
             *([{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []),
         ]
-        x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *facts.shape]}
+        shape = [facts.shape[0], -1, -1] if facts.any_size else facts.shape
+        x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
             "outputs": outputs, "classes": facts.classes, "graph": facts.graph,
@@ -201,7 +204,7 @@ class InferenceProtocol:
 
 
 def _form(facts: Facts) -> Form:
-    return Form(tensors.OF_NUMPY[facts.dtype], facts.shape)
+    return Form(tensors.OF_NUMPY[facts.dtype], facts.shape, facts.any_size)
 
 
 # Requests -------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
 from fleet_core.data.samples import LIMIT_BYTES
+from fleet_core.data.shaping import resize
 from fleet_core.model.layout import InputSpec
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -23,14 +24,15 @@ def load(
     say: Callable[[str], None] = lambda text: None,
 ) -> NDArray[Any]:  # fmt: skip
     """Loads raw samples [n, *spec.shape] of spec.dtype from a file or folder; a .npy may also hold a single sample.
-    Grey images are converted to colour if the model takes colours.
+    Grey images are converted to colour if the model takes colours. Images of another size are fitted as ``spec`` says.
 
     stride: readings between the starts of two windows of a table; None: no overlap. say: called with notes about how
     the file was read. Raises DataError for samples that do not fit.
     """
     x = _read(path, spec, stride, limit_bytes, say)
-    if x.shape == tuple(spec.shape):
+    if x.shape == tuple(spec.shape) or (spec.fit != "refuse" and x.ndim == 3 == len(spec.shape)):
         x = x[None]
+    x = resize.fitted(x, spec.shape, spec.fit, str(path))
     model_input.check_shape(x, spec.shape, str(path))
     if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
         raise DataError("has a value that is not a finite number", where=str(path), expected=f"{spec.dtype} values")
@@ -53,8 +55,7 @@ def _read(
 
     if path.is_dir() or (kind in IMAGES and path.exists()):
         _check_bytes(path, spec)
-        x = readers.read_unsorted(path, limit_bytes)
-        return np.repeat(x, spec.shape[0], axis=1) if x.shape[1] == 1 and len(spec.shape) == 3 else x
+        return readers.read_unsorted(path, limit_bytes, readers.Cut(tuple(spec.shape), fit=spec.fit))
     raw = readers.read(path, limit_bytes, readers.Cut(spec.shape, stride=stride), expected=FORMS, labelled=False)
     for note in raw.notes:
         say(note)

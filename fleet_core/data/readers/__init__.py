@@ -29,7 +29,7 @@ def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: boo
         raise DataError("is not a table of readings, so windows cannot be cut", where=str(path),
                         expected="a .csv or .ndjson file", hint="leave the window out")
     if path.is_dir() and labelled:
-        return read_images(path, limit_bytes)
+        return read_images(path, limit_bytes, cut)
     if kind == ".npz":
         return read_npz(path, limit_bytes, labelled=labelled)
     raise DataError(f"has an unknown format '{path.suffix}'", where=str(path), expected=expected)

@@ -32,15 +32,23 @@ class Raw:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a table of readings is cut into windows.
+    """How readings are cut into windows, and images brought to one size.
 
     shape: shape of the fleet's samples, or None. window: readings in a window, if shape is None. stride: readings
-    between the starts of two windows; None: the length of a window, so that windows do not overlap.
+    between the starts of two windows; None: the length of a window, so that windows do not overlap. size: height and
+    width of images, if shape is None. fit: as in ``resize.fitted``.
     """
 
     shape: tuple[int, ...] | None = None
     window: int | None = None
     stride: int | None = None
+    size: tuple[int, int] | None = None
+    fit: str = "refuse"
+
+    def image(self, channels: int) -> tuple[int, ...] | None:
+        """The shape of images of so many channels; None if each file keeps its size."""
+        size = self.size if self.shape is None else self.shape[1:] if len(self.shape) == 3 else None
+        return None if size is None or self.fit == "refuse" else (channels, *size)
 
 
 def row_number(index: int) -> str:
