@@ -13,7 +13,7 @@ from cloud_server.choices.datasets import datasets_app
 from cloud_server.choices.profiles import profiles_app
 from cloud_server.commands import bundle, costs, examples, keys, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
-from cloud_server.commands.lab import FIT, SIZE, STRIDE, WINDOW
+from cloud_server.commands.lab import FIT, RATE, SECONDS, SIZE, STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
 from cloud_server.commands.start import application
 from cloud_server.devices import flash
@@ -93,6 +93,8 @@ def init(
     stride: STRIDE = None,
     size: SIZE = None,
     fit: FIT = None,
+    rate: RATE = None,
+    seconds: SECONDS = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
     codec: CODEC = None,
@@ -118,14 +120,14 @@ def init(
     from cloud_server.identity.create_fleet import create_fleet
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
-             "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--codec": codec,
-             "--train": only or None, "--freeze": freeze}
+             "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
+             "--seconds": seconds, "--codec": codec, "--train": only or None, "--freeze": freeze}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
-        cut = {"window": window, "stride": stride, "size": size, "fit": fit}
+        cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds}
         text = _first_fleet_toml(fleet, data, cut, name, method or DEFAULT_METHOD, model,
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
@@ -244,8 +246,8 @@ def codecs(as_json: JSON = False) -> None:
 def predict_command(
     fleet: FLEET,
     device: str,
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image or folder of "
-                                            "images; labels are ignored.")],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image, .wav file or "
+                                            "folder of either; labels are ignored.")],
     broker: BROKER_OPTION = None,
     plain: PLAIN = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 20.0,

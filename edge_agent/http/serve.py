@@ -44,7 +44,7 @@ class ServedModel:
             return self._not_ready()
         spec = now.layout.input
         return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.detects_unknown, now.graph,
-                     any_size=spec.fit != "refuse")
+                     spec=spec)
 
     def _not_ready(self) -> Facts | None:
         """Of a served model that cannot answer yet, perhaps because it needs labelled samples."""
@@ -55,7 +55,7 @@ class ServedModel:
         spec = served.graph.layout.input
         classes = served.graph.layout.classes
         return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False,
-                     any_size=spec.fit != "refuse")
+                     spec=spec)
 
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)

@@ -26,8 +26,8 @@ from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, RoundError, StateError
 from fleet_core.board.device_settings import Personalize
 from fleet_core.data import model_input
+from fleet_core.data.prepare import prepared
 from fleet_core.data.samples import Samples
-from fleet_core.data.shaping import resize
 
 Array = np.ndarray[Any, Any]
 
@@ -137,7 +137,7 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
     ones worse: those are not stored. Raises ConfigError for a class that cannot be learned.
     """
     service.known_classes()
-    x = resize.fitted(x, service.layout.input.shape, service.layout.input.fit)
+    x = prepared(x, service.layout.input)
     _check_samples(service, x, labels)
     with _learning:
         check_labels(service, labels, new=new)

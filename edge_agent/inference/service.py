@@ -31,7 +31,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.board.device_settings import Personalize, Serve, Settings
-from fleet_core.data.shaping import resize
+from fleet_core.data.prepare import prepared
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Alone, Answer, Evaluation, Question
@@ -325,9 +325,9 @@ class Service:
 
     def answers(self, x: Array) -> Answer:
         """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Images of another
-        size are fitted as the fleet says. Raises StateError if no model can answer, DataError."""
+        size and sound are prepared first. Raises StateError if no model can answer, DataError."""
         answering = self._answering()
-        answer = answering.answer(_fitted(x, answering.layout))
+        answer = answering.answer(prepared(x, answering.layout.input))
         with self._counting:
             self.answered, self.last_answer_s = self.answered + len(answer.labels), time.time()
         return answer
@@ -335,7 +335,7 @@ class Service:
     def predict(self, x: Array) -> Array:
         """Class probabilities float32 [n, N] of raw samples. Raises StateError if no model can answer, DataError."""
         answering = self._answering()
-        return answering.predictor.probabilities(_fitted(x, answering.layout))
+        return answering.predictor.probabilities(prepared(x, answering.layout.input))
 
     def _answering(self) -> Answering:
         if self.answering is None:
@@ -363,7 +363,3 @@ class Service:
         """(samples, accuracy) of the model that answers on the held-back samples; None if nothing answers or nothing is
         held back."""
         return None if self.answering is None else self._evaluator.accuracy(self.answering.predictor, self.local())
-
-
-def _fitted(x: Array, layout: Layout) -> Array:
-    return resize.fitted(x, layout.input.shape, layout.input.fit)

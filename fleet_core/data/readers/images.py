@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_core.base.errors import DataError
-from fleet_core.data.readers.raw import Cut, Raw, bound
+from fleet_core.data.readers.raw import Cut, Raw, bound, spread
 from fleet_core.data.shaping import resize
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ def read_images(folder: Path, limit_bytes: int, cut: Cut = UNCUT) -> Raw:
     """Reads one subfolder per class, named like the class; x uint8 [N, C, H, W], C = 1 if all are grey, else 3 (RGB).
     cut: the size of the images; they must all have one if it says none.
 
-    Hidden files and files beside the subfolders are ignored. Raises DataError.
+    The order is that of ``spread``. Hidden files and files beside the subfolders are ignored. Raises DataError.
     """
     try:
         names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-        files = [(name, file) for name in names for file in sorted((folder / name).iterdir()) if _visible(file)]
+        sorted_files = [(name, file) for name in names for file in sorted((folder / name).iterdir()) if _visible(file)]
+        files = [sorted_files[k] for k in spread([name for name, _ in sorted_files])]
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(folder)) from error
     if not names:
