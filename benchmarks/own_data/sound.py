@@ -1,9 +1,9 @@
-"""In which form the default network learns from sound: `python -m benchmarks.own_data.sound`; writes sound.json, and goes
-on after a stop with the forms that are missing there.
+"""In which form the default network learns from sound: `python -m benchmarks.own_data.sound`; writes sound.json.
 
+After a stop it goes on with the forms that are missing there.
 The takes 5 to 49 of four speakers (the test takes are not touched), with the trial of `metafleet init`: its validation
 score, macro-F1 on the last 40 % of the speakers that train, after 30 rounds of PFLDyn's class means. Forms of a window
-of 1.04 s: a spectrogram as an image (one channel), as a series (a channel for each of 32 bands), and the wave itself.
+of 1.04 s: a spectrogram as an image (one channel), and as a series (a channel for each of 32 bands).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def takes() -> Samples:
 
 def forms(sound: Samples) -> dict[str, Samples]:
     image = spoken.spectrograms(sound)
-    return {"image": image, "series": replace(image, x=image.x[:, 0]), "wave": sound}
+    return {"image": image, "series": replace(image, x=image.x[:, 0])}
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ FILE = "spoken-digits-4speakers.npz"
 BEGIN = {("metafleet", "server", "start"): ("--broker", "embedded", "--port", "0"), ("edge-agent", "run"): ()}
 """Commands that run until they are stopped, and what is added so that every machine runs the same broker."""
 SAYS = {("metafleet", "server", "start"): "broker: ", ("edge-agent", "run"): " is on, "}
-CLOSED = "rounds are closed"
+CLOSED, EVALUATED = "rounds are closed", "  accuracy "
 ROUNDS_S = 900.0
 
 
@@ -74,9 +74,8 @@ class Follower:
             self.seconds[line] = round(time.monotonic() - begun, 1)
 
     def _rounds_closed(self) -> None:
-        self.commands.says(self.logs[0], CLOSED)
-        for log in self.logs[1:]:
-            self.commands.until(lambda log=log: "answers" in text(log) or "round" in text(log), "a model", ROUNDS_S)
+        log = self.logs[0]
+        self.commands.until(lambda: CLOSED in text(log) and EVALUATED in text(log), "the last round", ROUNDS_S)
 
 
 def write_digits(folder: Path) -> None:

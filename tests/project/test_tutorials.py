@@ -15,7 +15,9 @@ from tests.project.test_first_fleet import PROGRAMS, parsed
 from tests.support import sounds
 
 PAGES = sorted(tutorial.PAGES.glob("*.md"))
-SHORT = {("metafleet", "init"): ("--no-trial", "--rounds", "2"), ("edge-agent", "personalize"): ("--json",)}
+SHORT: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("metafleet", "init"): ("--no-trial", "--rounds", "2"), ("edge-agent", "personalize"): ("--json",),
+}
 PEOPLE = ("george", "jackson", "nicolas", "yweweler")
 
 
