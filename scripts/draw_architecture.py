@@ -51,7 +51,7 @@ ROOMS: dict[str, Rows] = {
          ("power", "meters, joules by phase")],
         [("model", "layout, graphs, payloads"), ("data.readers", "csv, npz, ndjson, images"),
          ("power.sensors", "PMIC, INA3221, hwmon"), ("board", "profiles and limits")],
-        [("privacy", "clipping, noise, epsilon")],
+        [("privacy", "clipping, noise, epsilon"), ("data.shaping", "images at one size")],
         [("codecs.kinds", "one file for each codec"), ("robust", "which updates are used")],
         [("algorithms", "client and server rules"), ("codecs", "what a codec is"),
          ("protocol", "messages, topics, signing"), ("link", "MQTT")],

@@ -13,10 +13,12 @@ from fleet_core.base import config, schema
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
 from fleet_core.data.partitions import pool
+from fleet_core.data.readers import is_sound, rate_of
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
-from fleet_core.model.layout import InputSpec
+from fleet_core.data.shaping import resize
+from fleet_core.model.layout import FITS, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 
@@ -30,17 +32,28 @@ def topic_name(folder: str) -> str:
 
 
 def load_data(
-    data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None
-) -> tuple[Samples, InputSpec]:
+    data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None,
+    size: str | None = None, fit: str | None = None, rate: int | None = None, seconds: float | None = None,
+) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
-    how the file was read. window, stride: to cut a file of readings. Raises DataError, also for samples whose classes
-    have no names."""
+    how the file was read. window, stride: to cut a file of readings. size, fit: of images, as in ``resize.size_of``.
+    rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. Raises DataError, also for samples
+    whose classes have no names."""
     if _is_named(data):
         if window is not None or stride is not None:
             raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
+        if any(option is not None for option in (size, fit, rate, seconds)):
+            raise DataError("is a named set, whose samples are as they are", where=data,
+                            hint="leave out --size, --fit, --rate and --seconds")
         found = load_set(data)
         return pool(found.train, found.test), found.entry.input_spec
-    samples = load(Path(data), window=window, stride=stride)
+    if fit is not None and fit not in FITS:
+        raise DataError(f"'{fit[:40]}' is no way to fit images", where="--fit", expected=" or ".join(FITS))
+    pixels, how = resize.size_of(size, fit)
+    sound_hz = _sound_hz(Path(data), rate, seconds)
+    samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds)
+    if how != "refuse" and samples.x.ndim != 4:
+        raise DataError("holds no images", where=data, hint="leave out --size and --fit")
     for remark in (*samples.notes, *model_input.remarks(samples.x)):
         say(remark)
     if model_input.channels_last(samples.x.shape[1:]):
@@ -50,7 +63,17 @@ def load_data(
         most = int(samples.y.max())
         raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
                         f"for the labels 0 to {most}", hint="or store the class names in y")
-    return samples, model_input.standardized(samples.x)
+    return samples, model_input.standardized(samples.x, how, sound_hz)
+
+
+def _sound_hz(path: Path, rate: int | None, seconds: float | None) -> int:
+    """The rate of a fleet that learns from sound: the given one, or the recordings'; 0 for other samples."""
+    if rate is not None or (path.exists() and is_sound(path)):
+        return rate or rate_of(path)
+    if seconds is not None:
+        raise DataError("holds no sound", where=str(path), expected="a folder of .wav files",
+                        hint="leave out --seconds, or give the --rate of sound in arrays")
+    return 0
 
 
 def model_for(data: str, samples: Samples) -> str:

@@ -94,7 +94,7 @@ def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
     layout = graph.layout
     spec = layout.input
     calibration = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
-                                                         shape=spec.shape)
+                                                         shape=spec.shape, fit=spec.fit, sound_hz=spec.sound_hz)
     return whole(served, graph, stored=stored, data=calibration, say=processes.say)
 
 

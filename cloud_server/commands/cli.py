@@ -13,7 +13,7 @@ from cloud_server.choices.datasets import datasets_app
 from cloud_server.choices.profiles import profiles_app
 from cloud_server.commands import bundle, costs, examples, keys, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
-from cloud_server.commands.lab import STRIDE, WINDOW
+from cloud_server.commands.lab import FIT, RATE, SECONDS, SIZE, STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
 from cloud_server.commands.start import application
 from cloud_server.devices import flash
@@ -91,6 +91,10 @@ def init(
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples that define shape and classes.")] = None,
     window: WINDOW = None,
     stride: STRIDE = None,
+    size: SIZE = None,
+    fit: FIT = None,
+    rate: RATE = None,
+    seconds: SECONDS = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
     codec: CODEC = None,
@@ -116,13 +120,15 @@ def init(
     from cloud_server.identity.create_fleet import create_fleet
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
-             "--window": window, "--stride": stride, "--codec": codec, "--train": only or None, "--freeze": freeze}
+             "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
+             "--seconds": seconds, "--codec": codec, "--train": only or None, "--freeze": freeze}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
-        text = _first_fleet_toml(fleet, data, window, stride, name, method or DEFAULT_METHOD, model,
+        cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds}
+        text = _first_fleet_toml(fleet, data, cut, name, method or DEFAULT_METHOD, model,
                                  rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
     if encrypt_keys:
@@ -140,15 +146,15 @@ def init(
 
 
 def _first_fleet_toml(
-    fleet: Path, data: str, window: int | None, stride: int | None, name: str | None, method: str, model: str | None,
-    rounds: int, seed: int, trial: bool | None, codec: str | None, train: dict[str, Any],
+    fleet: Path, data: str, cut: dict[str, Any], name: str | None, method: str, model: str | None, rounds: int,
+    seed: int, trial: bool | None, codec: str | None, train: dict[str, Any],
 ) -> str:
-    """fleet.toml for these samples. The model is the named one, that of the fleet in the folder, the winner of a trial,
-    or the default; the first of these that exists. Raises FleetError."""
+    """fleet.toml for these samples. cut: options of ``load_data``. The model is the named one, that of the fleet in the
+    folder, the winner of a trial, or the default; the first of these that exists. Raises FleetError."""
     from cloud_server.choices import method_catalogue
     from cloud_server.choices.first_settings import fleet_toml, load_data, model_for, topic_name
 
-    samples, spec = load_data(data, processes.say, window=window, stride=stride)
+    samples, spec = load_data(data, processes.say, **cut)
     chosen = _existing_model(fleet) if model is None else None
     if chosen is None and _wants_trial(data, model, trial):
         chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed)
@@ -240,8 +246,8 @@ def codecs(as_json: JSON = False) -> None:
 def predict_command(
     fleet: FLEET,
     device: str,
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image or folder of "
-                                            "images; labels are ignored.")],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image, .wav file or "
+                                            "folder of either; labels are ignored.")],
     broker: BROKER_OPTION = None,
     plain: PLAIN = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 20.0,

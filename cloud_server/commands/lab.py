@@ -40,6 +40,16 @@ WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, he
 STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from the start of one "
                                             "window to the next; default: the window's length.")]
 
+SIZE = Annotated[str | None, typer.Option("--size", metavar="PIXELS", help="Bring all images to this size: 64, or "
+                                          "96x64 for width by height.")]
+FIT = Annotated[str | None, typer.Option("--fit", metavar="letterbox|stretch|refuse", help="How images of another size "
+                                         "are fitted, on every device; default: letterbox with --size, else refuse.")]
+
+RATE = Annotated[int | None, typer.Option("--rate", min=1000, max=192_000, help="Samples of sound in a second, for the "
+                                          "fleet; default: the recordings' own, at most 16000.")]
+SECONDS = Annotated[float | None, typer.Option("--seconds", min=0.05, max=60, help="Length of a window of sound; "
+                                               "default 1.")]
+
 
 def simulate(
     experiment: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="See docs/laboratory.md.")],

@@ -100,7 +100,7 @@ class FleetView:
             "model": config.model.name, "limits": schema.present(limits), "used": used,
             "currency": self._fleet.tariff.currency if self._fleet.tariff else None,
         }
-        lists = ("on", "off", "programs", "resting", "suspects", "quarantined")  # said with each device
+        lists = ("on", "off", "programs", "resting", "suspects", "quarantined", "moved")  # said with each device
         counts = {"on_count": len(facts["on"]), "off_count": len(facts["off"])}
         return schema.present({**{k: v for k, v in facts.items() if k not in lists}, **counts, **known})
 
@@ -157,6 +157,7 @@ def _device(row: Device) -> dict[str, Any]:
         "last_seen": row.last_seen, "version": row.version or None, "ram": said.get("ram") or None,
         "board": said.get("board") or None, "engine": engine_of(row) or None,
         "trains": said.get("train"), "cannot": row.cannot, "took_part": row.took_part, "new": row.new,
+        "moved": said.get("moved") or None,
     }
 
 

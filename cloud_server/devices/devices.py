@@ -82,12 +82,16 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
     if as_json:
         return terminal.show(listed)
     rows = [(d["name"], _status(d), d["state"], d["phase"], d["version"], "yes" if d["took_part"] else "no",
-             terminal.date((d["certificate"] or {}).get("expires_at")), d["cannot"] or "") for d in listed]
-    terminal.table(rows, ("device", "status", "state", "phase", "version", "took part", "certificate until", "cannot"))
+             terminal.date((d["certificate"] or {}).get("expires_at")), d["cannot"] or _moved(d)) for d in listed]
+    terminal.table(rows, ("device", "status", "state", "phase", "version", "took part", "certificate until", "note"))
     if not rows:
         processes.say(f"no device yet: metafleet devices enroll {typed(fleet)} NAME")
     elif not made.running():
         processes.say("the aggregator is not running: state and phase are what it saw last")
+
+
+def _moved(facts: dict[str, Any]) -> str:
+    return "what it sees has moved" if (facts["capabilities"] or {}).get("moved") else ""
 
 
 @devices_app.command("show")

@@ -38,6 +38,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
     update = update_record.read(fleet.folder)
     private = privacy_budget.facts(fleet.config.privacy, ledger)
     named = {name: why for name, why in quarantine.suspects(ledger).items() if name in known}
+    moved = sorted(name for name, device in enrolled.items() if device.capabilities.get("moved"))
     return {
         "fleet": fleet.config.fleet.name, "method": fleet.method.name, "running": fleet.running(),
         "paused": pause.is_paused(ledger), "finished": pause.last_closed(ledger) >= fleet.config.fleet.rounds,
@@ -52,6 +53,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
         **({"quarantined": shut_out} if shut_out else {}), **({"rolled_back": went_back} if went_back else {}),
+        **({"moved": moved} if moved else {}),
         **({"privacy": private} if private else {}), **({"update": updates.facts(update)} if update else {}),
     }
 
@@ -92,6 +94,9 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
         yield f"{name}: {why}; to ask it no more: metafleet devices quarantine {typed(fleet)} {name}"
     for name, why in facts.get("quarantined", {}).items():
         yield f"{name} is quarantined: {why}; to ask it again: metafleet devices release {typed(fleet)} {name}"
+    if "moved" in facts:
+        yield (f"what they see has moved away from what they were personalized on: "
+               f"{', '.join(shortened(facts['moved']))}; label some samples there: edge-agent samples add")
     if facts["off"]:
         yield (f"off since they took part: {', '.join(shortened(facts['off']))}; one that never comes back biases the "
                f"model: metafleet devices revoke {typed(fleet)} NAME")

@@ -36,7 +36,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Alert:
-    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy. devices: those concerned."""
+    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy | drift. devices: those concerned."""
 
     kind: str
     text: str
@@ -126,7 +126,8 @@ def present(fleet: Fleet, ledger: Ledger, section: AlertsSection, now: float) ->
         return [Alert("aggregator", "no aggregator runs: metafleet server start"), *found]
     if stalled := ledger.fact("stalled"):
         found.append(Alert("stalled", f"the fleet is stalled: {stalled}"))
-    return [*found, *_lost(enrolled, section, now), *_refused(ledger, enrolled), *_accuracy(ledger, section)]
+    return [*found, *_lost(enrolled, section, now), *_refused(ledger, enrolled), *_accuracy(ledger, section),
+            *_drift(enrolled)]
 
 
 def _disk(folder: Path, section: AlertsSection) -> Iterator[Alert]:
@@ -177,6 +178,13 @@ def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
     if refused:
         reasons = shortened([f"{name} ({reason})" for name, reason in refused.items()])
         yield Alert("refused", f"the last update was refused of {', '.join(reasons)}", tuple(refused))
+
+
+def _drift(enrolled: dict[str, Device]) -> Iterator[Alert]:
+    moved = tuple(sorted(name for name, device in enrolled.items() if device.capabilities.get("moved")))
+    if moved:
+        yield Alert("drift", f"what {count_text(len(moved), 'device')} see has moved away from what they were "
+                             f"personalized on: {', '.join(shortened(moved))}", moved)
 
 
 def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:

@@ -12,7 +12,7 @@ from fleet_core import __version__
 from fleet_core.base import processes, terminal
 from fleet_core.board.device_settings import WAYS, settings_of
 
-INPUT = ".npy array, .npz, .csv, .ndjson, image or folder of images; labels in it are ignored"
+INPUT = ".npy array, .npz, .csv, .ndjson, image, .wav file or folder of either; labels in it are ignored"
 
 
 def parser() -> Parser:

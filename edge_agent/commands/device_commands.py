@@ -12,6 +12,7 @@ from typing import Any
 from edge_agent.device.local_samples import few_labels
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState
+from edge_agent.inference import drift
 from edge_agent.inference.personalization import Personalization
 from edge_agent.inference.personalizers import EMBEDS
 from edge_agent.inference.service import Service, service_of
@@ -36,9 +37,20 @@ def status(home: Path, as_json: bool) -> None:
         if weights is not None:
             facts[name] = {"round": weights.round, "id": weights.model}
     facts |= _personalization_facts(slots, settings)
+    watched = drift.read(home)
+    if watched is not None:
+        facts["drift"] = {"answered": watched.sums.answered, "moved_at": watched.sums.moved_at, "since": watched.since}
     if as_json:
         return terminal.show(facts)
-    terminal.table([(key, _text(value)) for key, value in facts.items()], ("what", "value"))
+    said = {**facts, **({"drift": _drift_text(facts["drift"])} if "drift" in facts else {})}
+    terminal.table([(key, _text(value)) for key, value in said.items()], ("what", "value"))
+
+
+def _drift_text(found: dict[str, Any]) -> str:
+    if not found["moved_at"]:
+        return f"none in {found['answered']} answers"
+    return (f"what it sees has moved, noticed after {found['moved_at']} answers, {terminal.date(found['since'])}: "
+            "label some samples (edge-agent samples add), then edge-agent personalize")
 
 
 def _personalization_facts(slots: Slots, settings: Settings) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class LocalData:
     train_fraction: share of the recorded time to learn from; the rest is held back.
     support_seconds: instead of a share, the first seconds of the recording.
     stride: of windows that are cut from a file of readings.
+    fit: how images of another size are brought to ``shape``. sound_hz: rate of sound, if samples are made of it.
     """
 
     path: Path
@@ -54,12 +55,16 @@ class LocalData:
     support_seconds: float | None = None
     shape: tuple[int, ...] | None = None
     stride: int | None = None
+    fit: str = "refuse"
+    sound_hz: int = 0
 
     @staticmethod
     def of(path: Path, layout: Layout, table: Mapping[str, Any]) -> LocalData:
         """Samples for a model. table: ``[data]`` of device.toml, or the result of ``split``."""
         split = {key: table[key] for key in SPLIT if key in table}
-        return LocalData(path, layout.classes, layout.input.dtype, shape=tuple(layout.input.shape), **split)
+        spec = layout.input
+        return LocalData(path, layout.classes, spec.dtype, shape=tuple(spec.shape), fit=spec.fit,
+                         sound_hz=spec.sound_hz, **split)
 
     def split(self) -> dict[str, Any]:
         """How the file is split by time and cut into windows, as plain values."""
@@ -187,6 +192,7 @@ class LocalData:
     def _recorded(self) -> tuple[Samples, Samples]:
         """(samples to learn from, held-back samples)."""
         everything = samples.load(
-            self.path, classes=self.classes, dtype=self.dtype, shape=self.shape, stride=self.stride
+            self.path, classes=self.classes, dtype=self.dtype, shape=self.shape, stride=self.stride, fit=self.fit,
+            sound_hz=self.sound_hz,
         )
         return time_split.learned(everything, self.train_fraction, self.support_seconds)

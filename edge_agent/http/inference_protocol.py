@@ -30,6 +30,7 @@ from edge_agent.http.tensors import Form
 from fleet_core import __version__
 from fleet_core.base.errors import ConfigError, DataError, FleetError, MessageError, StateError
 from fleet_core.link.host_names import is_ours
+from fleet_core.model.layout import InputSpec
 from fleet_core.protocol.device_messages import Answer
 
 Array = np.ndarray[Any, Any]
@@ -45,7 +46,8 @@ NOT_READY = "no model has been served to this device yet"
 @dataclass(frozen=True)
 class Facts:
     """The model that answers now. shape, dtype: of one raw sample. unknown: whether unknown classes are detected.
-    graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples."""
+    graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples. spec: of the
+    model's input, if other shapes are taken too."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -54,6 +56,7 @@ class Facts:
     unknown: bool
     graph: str = ""
     ready: bool = True
+    spec: InputSpec | None = None
 
 
 class Model(typing.Protocol):
@@ -163,7 +166,9 @@ class InferenceProtocol:
             {"name": "label", "datatype": "BYTES", "shape": [-1]},
             *([{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []),
         ]
-        x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *facts.shape]}
+        any_size = facts.spec is not None and facts.spec.fit != "refuse"
+        shape = [facts.shape[0], -1, -1] if any_size else facts.shape
+        x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
             "outputs": outputs, "classes": facts.classes, "graph": facts.graph,
@@ -201,7 +206,7 @@ class InferenceProtocol:
 
 
 def _form(facts: Facts) -> Form:
-    return Form(tensors.OF_NUMPY[facts.dtype], facts.shape)
+    return Form(tensors.OF_NUMPY[facts.dtype], facts.shape, facts.spec)
 
 
 # Requests -------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class ServedModel:
         if now is None:
             return self._not_ready()
         spec = now.layout.input
-        return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.detects_unknown, now.graph)
+        return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.detects_unknown, now.graph,
+                     spec=spec)
 
     def _not_ready(self) -> Facts | None:
         """Of a served model that cannot answer yet, perhaps because it needs labelled samples."""
@@ -53,7 +54,8 @@ class ServedModel:
             return None
         spec = served.graph.layout.input
         classes = served.graph.layout.classes
-        return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False)
+        return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False,
+                     spec=spec)
 
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)

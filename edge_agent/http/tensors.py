@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import MessageError
-from fleet_core.data import model_input
+from fleet_core.data import model_input, prepare
+from fleet_core.model.layout import InputSpec
 
 MAX_SAMPLES = 4096
 """In one request."""
@@ -35,10 +36,16 @@ ABSENT = {
 
 @dataclass(frozen=True)
 class Form:
-    """The expected datatype and shape of one sample; a tensor holds one or more samples."""
+    """The expected datatype and shape of one sample; a tensor holds one or more samples. spec: of the model's input;
+    what becomes a sample by ``prepare`` is taken too."""
 
     datatype: str
     shape: tuple[int, ...] = ()
+    spec: InputSpec | None = None
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Whether one sample may have this shape."""
+        return tuple(shape) == self.shape or (self.spec is not None and prepare.takes(shape, self.spec))
 
 
 def parameters_of(holder: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -120,8 +127,9 @@ def _values(tensor: Mapping[str, Any], form: Form, binary: memoryview, where: st
 
 def _shape(shape: Any, form: Form, where: str) -> tuple[int, ...]:
     valid = isinstance(shape, list) and len(shape) <= 8 and all(type(n) is int for n in shape)
-    if not valid or tuple(shape[1:]) != form.shape or not shape or not 0 < shape[0] <= MAX_SAMPLES:
-        expected = ", ".join([f"1 to {MAX_SAMPLES}", *map(str, form.shape)])
+    if not valid or not form.takes(shape[1:]) or not shape or not 0 < shape[0] <= MAX_SAMPLES:
+        axes = map(str, form.shape) if form.spec is None else prepare.described(form.spec)
+        expected = ", ".join([f"1 to {MAX_SAMPLES}", *axes])
         raise MessageError(f"its shape is {shape if valid else 'no list of at most 8 integers'}", where=where,
                            expected=f"[{expected}]", hint=model_input.conversion(shape, form.shape) if valid else None)
     return tuple(shape)

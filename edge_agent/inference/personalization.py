@@ -1,8 +1,9 @@
 """A device's personalization of a served model: made from its samples, stored, extended, and opened as a predictor.
 
 Arrays of class means, a fitted head and neighbours: ``prototypes`` [N, D] and ``counts`` [N] by class, ``limit`` [N],
-the distance beyond which a sample is unknown, ``weight`` and ``bias`` of a fitted head, and ``z``, ``y``, ``marks`` of
-the embedded samples. Arrays of gradient steps: the weights, as ``group/name``. None of them leaves the device.
+the distance beyond which a sample is unknown, ``drift_distance`` and ``drift_margin`` to notice drift, ``weight`` and
+``bias`` of a fitted head, and ``z``, ``y``, ``marks`` of the embedded samples. Arrays of gradient steps: the weights,
+as ``group/name``. None of them leaves the device.
 
 Queries are embedded by the encoder that embedded the support samples, fp32 or int8: class means of one encoder are
 meaningless to the other.
@@ -29,6 +30,7 @@ from fleet_core.base.errors import StateError
 from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS
+from fleet_core.personalization.drift import NAMES, Reference
 from fleet_core.personalization.linear_head import Head
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.personalization.unknown_class import Thresholds
@@ -162,7 +164,9 @@ def extended(personal: Personalization, embed: Embed, new: Samples) -> Personali
     means = personal.prototypes.widened(len(classes)).add(z, new.y)
     wider = replace(personal, classes=classes)
     if support is None:
-        return replace(wider, arrays={**_named(means), "limit": _padded(personal.arrays["limit"], len(classes))})
+        kept = {name: personal.arrays[name] for name in NAMES if name in personal.arrays}
+        limit = _padded(personal.arrays["limit"], len(classes))
+        return replace(wider, arrays={**kept, **_named(means), "limit": limit})
     return _fitted(wider, support.extended(z, new.x, new.y), means)
 
 
@@ -174,6 +178,8 @@ def _fitted(personal: Personalization, support: Support, means: Prototypes | Non
         means = means.add(support.z, support.y)
     limit = Thresholds.calibrate(support.z, support.y, means, settings["quantile"]).distances
     arrays = {**support.arrays(), **_named(means), "limit": limit}
+    reference = Reference.of(support.z, support.y, means)
+    arrays |= {} if reference is None else reference.arrays()
     if personal.how == "head":
         head = Head.fit(support.z, support.y, n_classes, steps=settings["steps"])
         arrays |= {"weight": head.weight, "bias": head.bias}

@@ -79,8 +79,13 @@ class Predictor:
     def answers(self, x: Array) -> tuple[Array, Array | None]:
         """(probabilities float32 [n, N], bool [n] whether each sample is unknown) of raw samples [n, *shape]; None
         without a detector. Raises DataError, and StateError if there is no prototype."""
+        return self.of_outputs(*self.outputs(x))
+
+    def outputs(self, x: Array) -> tuple[Array, Array]:
+        """(the session's output, the embedding where answers come from one) of raw samples, as ``of_outputs`` takes
+        them. Raises DataError."""
         out = self.session.run(x)
-        return self.of_outputs(out, out if self.encoder is None else self.encoder.run(x))
+        return out, out if self.encoder is None else self.encoder.run(x)
 
     def of_outputs(self, out: Array, z: Array) -> tuple[Array, Array | None]:
         """``answers`` from outputs. out: the session's output. z: the encoder's output, or ``out`` without an

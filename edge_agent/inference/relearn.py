@@ -26,6 +26,7 @@ from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, RoundError, StateError
 from fleet_core.board.device_settings import Personalize
 from fleet_core.data import model_input
+from fleet_core.data.prepare import prepared
 from fleet_core.data.samples import Samples
 
 Array = np.ndarray[Any, Any]
@@ -136,6 +137,7 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
     ones worse: those are not stored. Raises ConfigError for a class that cannot be learned.
     """
     service.known_classes()
+    x = prepared(x, service.layout.input)
     _check_samples(service, x, labels)
     with _learning:
         check_labels(service, labels, new=new)

@@ -22,6 +22,7 @@ from edge_agent.device.manifest_method import hyper_of
 from edge_agent.device.slots import RolledBack, facts_of
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import personalization
+from edge_agent.inference.drift import DriftWatch
 from edge_agent.inference.personalization import Personalization
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.predictor import Predictor
@@ -31,6 +32,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.board.device_settings import Personalize, Serve, Settings
+from fleet_core.data.prepare import prepared
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Alone, Answer, Evaluation, Question
@@ -76,6 +78,7 @@ class Service:
         """Unix time of the last answer."""
         self._counting = threading.Lock()
         self._stamp: tuple[Any, ...] = ()
+        self.drift = DriftWatch(home.folder)
 
     @property
     def layout(self) -> Layout:
@@ -205,6 +208,7 @@ class Service:
         if pointer.slot != new.slot or pointer.rolled_back is not None:
             self.slots.point(replace(pointer, slot=new.slot, rolled_back=None))
         self.answering, self._stamp = new, self.slots.stamp()
+        self.drift.begin(new.reference)
 
     def _why_worse(self, new: Answering) -> str:
         """Why ``new`` may not replace the model that answers; empty if it may."""
@@ -265,6 +269,7 @@ class Service:
         if self.graph is None or self.graph_id != served.graph_id:
             self.install(served.graph_id, served.graph)
         self.answering, self.method, self._slot = opened, served.method, served.slot
+        self.drift.begin(opened.reference)
         self.model, self.round = opened.model, opened.round
 
     def switch_personalization(self, personal: Personalization | None, served: Served, base: tuple[Any, ...]) -> bool:
@@ -323,16 +328,18 @@ class Service:
         return self.answers(x.astype(question.dtype))
 
     def answers(self, x: Array) -> Answer:
-        """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Raises StateError
-        if no model can answer, DataError."""
-        answer = self._answering().answer(x)
+        """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Images of another
+        size and sound are prepared first. Raises StateError if no model can answer, DataError."""
+        answering = self._answering()
+        answer = answering.answer(prepared(x, answering.layout.input), self.drift.see)
         with self._counting:
             self.answered, self.last_answer_s = self.answered + len(answer.labels), time.time()
         return answer
 
     def predict(self, x: Array) -> Array:
         """Class probabilities float32 [n, N] of raw samples. Raises StateError if no model can answer, DataError."""
-        return self._answering().predictor.probabilities(x)
+        answering = self._answering()
+        return answering.predictor.probabilities(prepared(x, answering.layout.input))
 
     def _answering(self) -> Answering:
         if self.answering is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fleet_core.board.device_settings import Personalize, Serve
 from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.personalization.drift import Reference
 from fleet_core.protocol.device_messages import Answer
 
 NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
@@ -44,6 +45,8 @@ class Answering:
     model, round: id and round of the served model that it was made from. how: its personalizer, or ``none``. classes:
     the classes of the probabilities, first the fleet's and then the device's own. slot: where it is stored. graph:
     ``embed`` or ``embed-int8``, which embeds the device's samples and the queries; ``predict`` if nothing is embedded.
+    reference: of the samples that it was personalized on, to notice drift; None if nothing is embedded, or samples are
+    too few.
     """
 
     predictor: Predictor
@@ -54,15 +57,22 @@ class Answering:
     classes: tuple[str, ...]
     slot: str
     graph: str
+    reference: Reference | None = None
 
     @property
     def detects_unknown(self) -> bool:
         """Whether answers say which samples are of an unknown class."""
         return self.predictor.unknown_detector is not None
 
-    def answer(self, x: np.ndarray[Any, Any]) -> Answer:
-        """Labels and probabilities of raw samples [n, *shape]. Raises DataError, StateError."""
-        probabilities, unknown = self.predictor.answers(x)
+    def answer(
+        self, x: np.ndarray[Any, Any], see: Callable[[Reference, np.ndarray[Any, Any]], None] | None = None
+    ) -> Answer:
+        """Labels and probabilities of raw samples [n, *shape]. see: called with the reference and the embedded samples.
+        Raises DataError, StateError."""
+        out, z = self.predictor.outputs(x)
+        probabilities, unknown = self.predictor.of_outputs(out, z)
+        if see is not None and self.reference is not None:
+            see(self.reference, z)
         return Answer(
             labels=tuple(self.classes[k] for k in probabilities.argmax(1)),
             probabilities=tuple(tuple(round(float(p), 6) for p in row) for row in probabilities),
@@ -222,7 +232,8 @@ class StoredModels:
             before=reused if personal.embeds else None,
         )  # fmt: skip
         return Answering(
-            predictor, weights.model, weights.round, personal.how, layout, personal.classes, served.slot, personal.graph
+            predictor, weights.model, weights.round, personal.how, layout, personal.classes, served.slot,
+            personal.graph, Reference.stored(personal.arrays, personal.prototypes) if personal.embeds else None,
         )
 
     def not_personalized(self, served: Served) -> StateError:

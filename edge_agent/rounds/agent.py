@@ -19,6 +19,7 @@ from edge_agent.connection.update_upload import Uploader
 from edge_agent.device.full_disk import Disk
 from edge_agent.device.manifest_method import method_of
 from edge_agent.device.state import DeviceState
+from edge_agent.inference.drift import personalize_again
 from edge_agent.inference.service import Service
 from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.rounds.attempts import Attempts
@@ -105,6 +106,7 @@ class Agent:
         self._attempts = Attempts(self._on_failed, log)
         self._server_boot, self._server_away = "", False
         self._looked = clock()
+        self._told_moved, self._added = 0, 0  # of the last presence; added samples at the last try to personalize
         self._lost = False  # whether the connection broke and is not back
         self._revoked: RevokedError | None = None
 
@@ -172,6 +174,7 @@ class Agent:
             self._announce(again=True)
         if self._clock() - self._looked > LOOK_S:
             self._follow()
+            self._watch_drift()
             self._advance()  # asks again for what was never answered
 
     def _follow(self) -> None:
@@ -468,7 +471,19 @@ class Agent:
             ca=self._check.keys.issuer,
             again=again,
             update=None if self._programs is None else self._programs.state,
+            moved=self._told_moved,
         )
+
+    def _watch_drift(self) -> None:
+        """Says when what the device sees has moved, or no longer has; personalizes again when labels are there."""
+        self._added = personalize_again(self.service, self._added, self._log)
+        moved = self.service.drift.moved_at
+        if moved != self._told_moved:
+            self._told_moved = moved
+            self._log(f"what this device sees has moved away from what it was personalized on, noticed after {moved} "
+                      "answers: label some samples (edge-agent samples add)" if moved else
+                      "what this device sees is compared with a new personalization")
+            self._announce()
 
 
 def will(settings: Settings, boot: str) -> tuple[str, bytes]:

@@ -98,11 +98,11 @@ class Reporter:
 
     def announce(
         self, *, layouts: tuple[str, ...], base: str, key: str = "", ca: str = "", again: bool = False,
-        update: UpdateState | None = None,
+        update: UpdateState | None = None, moved: int = 0,
     ) -> None:
         """Publishes the presence, retained; ``unheard`` until the aggregator acknowledges it. layouts: hashes of the
-        graphs here. base: id of the training model that this device holds. key, ca: as in ``Presence``. update: of
-        programs that it fetches."""
+        graphs here. base: id of the training model that this device holds. key, ca, moved: as in ``Presence``.
+        update: of programs that it fetches."""
         if again:
             self._backoff.repeat()
         else:
@@ -131,6 +131,7 @@ class Reporter:
             update=update,
             key=key,
             ca=ca,
+            moved=moved,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

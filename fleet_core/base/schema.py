@@ -3,7 +3,8 @@
 A field's annotation is its type: bool, int, float, str, tuple[T, ...], Mapping[str, T], a dataclass, or ``T | None``.
 Limits are metadata: ``field(metadata={"min": …, "above": …, "max": …, "pattern": …, "choices": …, "max_length": …})``.
 ``words`` describes the pattern in errors. ``key`` is the field's name outside Python, where that differs. ``was`` is a
-former name that is still read.
+former name that is still read. ``sparse``: written only if it differs from its default, so that older files keep their
+bytes.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def stored(cls: type[T], data: bytes, path: Path, hint: str, *, unknown: str = "
 def plain(value: Any) -> Any:
     """A dataclass as plain mappings, lists and scalars, ready for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.metadata.get("key", f.name): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        shown = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {f.metadata.get("key", f.name): plain(held) for f, held in shown
+                if not ("sparse" in f.metadata and held == f.default)}
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -11,6 +11,8 @@ from fleet_core.board.profile import SENSORS
 
 ENGINES = ("torch", "onnx")
 NAME = r"[A-Za-z0-9_-]{1,64}"
+FOLDER = "samples"
+"""Where samples lie in files of their own, if no ``samples.npz`` is there."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ class Tls:
 
 @dataclass(frozen=True)
 class Data:
-    """samples: file or folder, relative to the device's home. train_fraction: share of the recording's time used for
-    training. support_seconds: use the first seconds of the recording instead of a share. stride: for a table of
-    readings, the readings between the starts of two windows; None: windows do not overlap."""
+    """samples: file or folder, relative to the device's home; left out, also the folder ``samples``. train_fraction:
+    share of the recording's time used for training. support_seconds: use the first seconds of the recording instead of
+    a share. stride: for a table of readings or sound, the readings between the starts of two windows; None: windows do
+    not overlap."""
 
     samples: str = "samples.npz"
     train_fraction: float = field(default=0.6, metadata={"above": 0, "max": 0.99})
@@ -175,4 +178,6 @@ def settings_of(home: Path, broker: str | None = None) -> Settings:
         hint = "metafleet devices enroll FLEET NAME --to HOME"
         raise ConfigError("there is no device here", where=str(path), hint=hint)
     settings = config.load(Settings, path)
+    if settings.data.samples == Data.samples and not (home / Data.samples).exists() and (home / FOLDER).is_dir():
+        settings = replace(settings, data=replace(settings.data, samples=FOLDER))
     return settings if broker is None else replace(settings, device=replace(settings.device, broker=broker))

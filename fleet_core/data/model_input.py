@@ -43,15 +43,16 @@ def plain(x: np.ndarray[Any, Any]) -> InputSpec:
     return InputSpec(x.shape[1:], x.dtype.name, 1 / 255 if x.dtype == np.uint8 else 1.0)
 
 
-def standardized(x: np.ndarray[Any, Any]) -> InputSpec:
+def standardized(x: np.ndarray[Any, Any], fit: str = "refuse", sound_hz: int = 0) -> InputSpec:
     """The input of a model that standardizes each channel of samples x [N, ...]. Bytes, tokens and samples with more
-    than ``MAX_CHANNELS`` channels are as in ``plain``."""
+    than ``MAX_CHANNELS`` channels are as in ``plain``. fit, sound_hz: as in ``InputSpec``."""
+    spec = replace(plain(x), fit=fit, sound_hz=sound_hz)
     if x.dtype != np.float32 or x.shape[1] > MAX_CHANNELS:
-        return plain(x)
+        return spec
     rows = np.moveaxis(x, 1, 0).reshape(x.shape[1], -1).astype(np.float64)
     mean, deviation = rows.mean(1), rows.std(1)
     varies = deviation > 1e-6 * np.abs(mean)
-    return replace(plain(x), mean=_nine_digits(mean), std=_nine_digits(np.where(varies, deviation, 1.0)))
+    return replace(spec, mean=_nine_digits(mean), std=_nine_digits(np.where(varies, deviation, 1.0)))
 
 
 def _nine_digits(values: np.ndarray[Any, Any]) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.base.storage import write_atomic
 from fleet_core.data import model_input
+from fleet_core.data.prepare import prepared
+from fleet_core.data.shaping import sound
 from fleet_core.model.layout import InputSpec
 
 if TYPE_CHECKING:
@@ -29,8 +31,8 @@ MAX_LABEL = 1_000_000
 MAX_CLASSES = 10_000
 FILES = (".csv", ".jsonl", ".ndjson", ".npz")
 FORMS = (
-    ".npz with x and y, .csv with a label column, .ndjson with a label in each line, or a folder of images with one "
-    "subfolder per class"
+    ".npz with x and y, .csv with a label column, .ndjson with a label in each line, or a folder of images or of .wav "
+    "files with one subfolder per class"
 )
 
 
@@ -90,9 +92,10 @@ class Samples:
 
 def load(
     path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, shape: Sequence[int] | None = None,
-    window: int | None = None, stride: int | None = None, limit_bytes: int = LIMIT_BYTES,
+    window: int | None = None, stride: int | None = None, size: tuple[int, int] | None = None, fit: str = "refuse",
+    sound_hz: int = 0, seconds: float | None = None, limit_bytes: int = LIMIT_BYTES,
 ) -> Samples:  # fmt: skip
-    """Loads samples from a .npz, .csv or .ndjson file, or a folder of images.
+    """Loads samples from a .npz, .csv or .ndjson file, or a folder of images or of sound.
 
     classes: the fleet's names of the labels. Text labels are mapped to them, and so are whole numbers when the file
         names its own classes; other labels are refused. Without ``classes``: the file's own, or the sorted names that
@@ -103,6 +106,10 @@ def load(
     shape: shape of the model's samples; others are refused. A table of readings is cut into windows of this shape.
     window, stride: without ``shape``, the readings in a window and between the starts of two windows, for a table of
         readings.
+    size: without ``shape``, height and width of images.
+    fit: how images of another size are brought to the size, as in ``resize.fitted``.
+    sound_hz: rate of the sound that the model learns from; 0: of the recordings, if they are any. seconds: without
+        ``shape``, the length of a window of sound.
     limit_bytes: the largest size of the file's arrays, unpacked.
 
     Raises DataError that names file, array and row.
@@ -111,8 +118,13 @@ def load(
 
     if stride is not None and window is None and shape is None:
         raise DataError("a stride without a window", where=str(path), hint="give the number of readings in a window")
-    cut = readers.Cut(None if shape is None else tuple(shape), window, stride)
-    found = checked(readers.read(path, limit_bytes, cut, expected=FORMS), str(path), classes, dtype)
+    cut = readers.Cut(None if shape is None else tuple(shape), window, stride, size, fit, sound_hz,
+                      seconds or readers.SECONDS)
+    raw = readers.read(path, limit_bytes, cut, expected=FORMS)
+    wanted = (sound.BANDS, cut.frames(sound_hz)) if sound_hz else cut.image(raw.x.shape[1] if raw.x.ndim == 4 else 0)
+    if wanted is not None:
+        raw = replace(raw, x=prepared(raw.x, InputSpec(wanted, fit=fit, sound_hz=sound_hz), str(path)))
+    found = checked(raw, str(path), classes, dtype)
     if shape is not None:
         model_input.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
     return found

@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
+from fleet_core.data.prepare import prepared, takes
 from fleet_core.data.samples import LIMIT_BYTES
 from fleet_core.model.layout import InputSpec
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-FORMS = "a .npy array, a .npz with x, a .csv, a .ndjson, an image or a folder of images; labels are ignored"
+FORMS = (
+    "a .npy array, a .npz with x, a .csv, a .ndjson, an image, a .wav file, or a folder of either; labels are ignored"
+)
 
 
 def load(
@@ -23,14 +26,16 @@ def load(
     say: Callable[[str], None] = lambda text: None,
 ) -> NDArray[Any]:  # fmt: skip
     """Loads raw samples [n, *spec.shape] of spec.dtype from a file or folder; a .npy may also hold a single sample.
-    Grey images are converted to colour if the model takes colours.
+    Grey images are converted to colour if the model takes colours. Images of another size and sound are prepared as
+    ``spec`` says.
 
     stride: readings between the starts of two windows of a table; None: no overlap. say: called with notes about how
     the file was read. Raises DataError for samples that do not fit.
     """
     x = _read(path, spec, stride, limit_bytes, say)
-    if x.shape == tuple(spec.shape):
+    if x.shape == tuple(spec.shape) or takes(x.shape, spec):
         x = x[None]
+    x = prepared(x, spec, str(path))
     model_input.check_shape(x, spec.shape, str(path))
     if x.dtype.kind not in "biuf" or not np.isfinite(x).all():
         raise DataError("has a value that is not a finite number", where=str(path), expected=f"{spec.dtype} values")
@@ -51,11 +56,27 @@ def _read(
         return _array(path)
     from fleet_core.data import readers  # takes memory, and most questions are arrays
 
+    if (path.is_dir() or (kind == ".wav" and path.exists())) and readers.is_sound(path):
+        return _sound(path, spec, stride, limit_bytes, say)
     if path.is_dir() or (kind in IMAGES and path.exists()):
         _check_bytes(path, spec)
-        x = readers.read_unsorted(path, limit_bytes)
-        return np.repeat(x, spec.shape[0], axis=1) if x.shape[1] == 1 and len(spec.shape) == 3 else x
+        return readers.read_unsorted(path, limit_bytes, readers.Cut(tuple(spec.shape), fit=spec.fit))
     raw = readers.read(path, limit_bytes, readers.Cut(spec.shape, stride=stride), expected=FORMS, labelled=False)
+    for note in raw.notes:
+        say(note)
+    return raw.x
+
+
+def _sound(
+    path: Path, spec: InputSpec, stride: int | None, limit_bytes: int, say: Callable[[str], None]
+) -> NDArray[Any]:
+    from fleet_core.data import readers
+
+    if not spec.sound_hz:
+        raise DataError("is sound, from which this fleet does not learn", where=str(path),
+                        expected=f"samples {list(spec.shape)}")
+    cut = readers.Cut(tuple(spec.shape), stride=stride, rate_hz=spec.sound_hz)
+    raw = readers.read_sounds(path, limit_bytes, cut, labelled=False)
     for note in raw.notes:
         say(note)
     return raw.x

@@ -19,13 +19,16 @@ from fleet_core.protocol import chunks
 MODEL_GROUPS = ("body", "head")
 GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
 NAME = r"[A-Za-z0-9_.\-]{1,128}"
+FITS = ("refuse", "letterbox", "stretch")
 
 
 @dataclass(frozen=True)
 class InputSpec:
     """A raw sample: ``shape`` is without the batch axis. The graph computes (x · scale − mean) / std per channel.
 
-    mean, std: one value per channel (axis 0), or empty.
+    mean, std: one value per channel (axis 0), or empty. fit: how images of another size are brought to ``shape``
+    (``fleet_core.data.shaping.resize``); ``refuse``: they are not. sound_hz: samples are spectrograms of sound at this
+    rate (``fleet_core.data.shaping.sound``); 0: they are not.
     """
 
     shape: tuple[int, ...] = field(metadata={"min": 1, "max": 1_000_000, "max_length": 4})
@@ -33,6 +36,8 @@ class InputSpec:
     scale: float = 1.0
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    fit: str = field(default="refuse", metadata={"choices": FITS, "sparse": True})
+    sound_hz: int = field(default=0, metadata={"min": 0, "max": 192_000, "sparse": True})
 
 
 @dataclass(frozen=True)

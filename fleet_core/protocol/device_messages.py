@@ -44,7 +44,8 @@ class Presence:
     board: what it is, for people; empty from agents that do not say. private: whether it follows ``PrivacyRules``.
     secure: whether it follows ``SecureRules``: it knows them, and has a certificate. key: id of the newest key of the
     fleet that it has; empty in a fleet that never had another. ca: id of the authority of its certificate, likewise.
-    update: of programs that it fetches itself; None: it cannot.
+    update: of programs that it fetches itself; None: it cannot. moved: how many samples it had answered when it noticed
+    that they have moved away from what it was personalized on; 0: it has not.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -71,6 +72,7 @@ class Presence:
     update: UpdateState | None = None
     key: str = field(default="", metadata={"max_length": 16})
     ca: str = field(default="", metadata={"max_length": 40})
+    moved: int = field(default=0, metadata={**whole(1 << 53), "sparse": True})
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,10 @@ from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.data.partitions import PARTITIONS, Newcomers
 from fleet_core.data.samples import FILES
 from fleet_core.data.sets.registry import entries
+from fleet_core.data.shaping.resize import SIZE
 from fleet_core.model import select_arrays
 from fleet_core.model.choose_codec import AUTO
+from fleet_core.model.layout import FITS
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy import settings as privacy
 from fleet_core.privacy.settings import CENTRAL, PrivacySection
@@ -51,7 +53,8 @@ SEVERAL = ("method", "seeds")
 @dataclass(frozen=True)
 class DataSection:
     """set: a named set (``metafleet datasets``). path: the user's file or folder, instead of a set. window, stride: in
-    a file of readings, the number of readings per window and from one window to the next. limit: number of samples,
+    a file of readings, the number of readings per window and from one window to the next. size, fit: of images, as in
+    ``resize.size_of``. limit: number of samples,
     drawn with the partition's seed; 0 for all. options: options of the set ``synthetic``. scale, mean, std: scaling of
     the model's input, instead of the set's own. standardize: instead of these three, scale each feature to mean 0 and
     deviation 1 over all samples of all devices, which a fleet cannot do."""
@@ -60,6 +63,8 @@ class DataSection:
     path: str | None = field(default=None, metadata={"max_length": 4096})
     window: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
+    size: str | None = field(default=None, metadata={"pattern": SIZE, "words": "64, or 96x64 for width by height"})
+    fit: str | None = field(default=None, metadata={"choices": FITS})
     options: Mapping[str, Any] = field(default_factory=dict)
     limit: int = field(default=0, metadata={"min": 0, "max": 1 << 40})
     scale: float | None = field(default=None, metadata={"above": 0, "max": 1e9})
@@ -260,6 +265,8 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
                                          f"{json.dumps(found.data.set)}?)")
     if found.data.path is None and (found.data.window or found.data.stride):
         yield schema.Problem("data.window", "is only for a file of readings: give data.path")
+    if found.data.path is None and (found.data.size or found.data.fit):
+        yield schema.Problem("data.size", "is only for images in files: give data.path")
     yield from _below(
         "partition.options", schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)[1])
     yield from _evaluation_checks(found.evaluation)

@@ -29,6 +29,7 @@ from fleet_core.data.partitions import (
 )
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.set_cache import load_set
+from fleet_core.data.shaping import resize
 from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
 
@@ -189,8 +190,9 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
     section = experiment.data
     test: Samples | None = None
     if section.path is not None:
-        train = load(Path(section.path), window=section.window, stride=section.stride)
-        spec = model_input.plain(train.x)
+        size, fit = resize.size_of(section.size, section.fit)
+        train = load(Path(section.path), window=section.window, stride=section.stride, size=size, fit=fit)
+        spec = replace(model_input.plain(train.x), fit=fit)
     elif section.set == SYNTHETIC:
         train = _synthetic(section.options, experiment.partition.seed)
         spec = InputSpec(train.x.shape[1:], "float32")

@@ -10,16 +10,30 @@ from fleet_core.data.readers.csv_file import read_csv
 from fleet_core.data.readers.images import read_images, read_unsorted
 from fleet_core.data.readers.ndjson import read_ndjson
 from fleet_core.data.readers.npz import read_npz
-from fleet_core.data.readers.raw import Cut, Raw
+from fleet_core.data.readers.raw import SECONDS, Cut, Raw
+from fleet_core.data.readers.sounds import is_sound, rate_of, read_sounds
 
-__all__ = ["Cut", "Raw", "read", "read_csv", "read_images", "read_ndjson", "read_npz", "read_unsorted"]
+__all__ = [
+    "SECONDS",
+    "Cut",
+    "Raw",
+    "is_sound",
+    "rate_of",
+    "read",
+    "read_csv",
+    "read_images",
+    "read_ndjson",
+    "read_npz",
+    "read_sounds",
+    "read_unsorted",
+]
 
 TABLES = {".csv": read_csv, ".ndjson": read_ndjson, ".jsonl": read_ndjson}
 
 
 def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: bool = True) -> Raw:
-    """Reads a file or, if labels are wanted, a folder of images. expected: formats for the error message. Raises
-    DataError."""
+    """Reads a file, a folder of sound or, if labels are wanted, a folder of images. expected: formats for the error
+    message. Raises DataError."""
     if not path.exists():
         raise DataError("does not exist", where=str(path), expected=expected)
     kind = path.suffix.lower()
@@ -28,8 +42,12 @@ def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: boo
     if cut.window is not None:
         raise DataError("is not a table of readings, so windows cannot be cut", where=str(path),
                         expected="a .csv or .ndjson file", hint="leave the window out")
+    if (path.is_dir() or kind == ".wav") and is_sound(path):
+        if labelled and not path.is_dir():
+            raise DataError("is one recording", where=str(path), expected="a folder with a subfolder for each class")
+        return read_sounds(path, limit_bytes, cut, labelled=labelled)
     if path.is_dir() and labelled:
-        return read_images(path, limit_bytes)
+        return read_images(path, limit_bytes, cut)
     if kind == ".npz":
         return read_npz(path, limit_bytes, labelled=labelled)
     raise DataError(f"has an unknown format '{path.suffix}'", where=str(path), expected=expected)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fleet_core.base.errors import DataError
+from fleet_core.data.shaping import sound
+
+SECONDS = 1.0
+"""The window of a fleet that learns from sound, unless it is given."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,40 @@ class Raw:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a table of readings is cut into windows.
+    """How readings and sound are cut into windows, and images brought to one size.
 
     shape: shape of the fleet's samples, or None. window: readings in a window, if shape is None. stride: readings
-    between the starts of two windows; None: the length of a window, so that windows do not overlap.
+    between the starts of two windows; None: the length of a window, so that windows do not overlap. size: height and
+    width of images, if shape is None. fit: as in ``resize.fitted``. rate_hz: of sound; 0: as the files have it.
+    seconds: of a window of sound, if shape is None; its stride counts samples of sound.
     """
 
     shape: tuple[int, ...] | None = None
     window: int | None = None
     stride: int | None = None
+    size: tuple[int, int] | None = None
+    fit: str = "refuse"
+    rate_hz: int = 0
+    seconds: float = SECONDS
+
+    def image(self, channels: int) -> tuple[int, ...] | None:
+        """The shape of images of so many channels; None if each file keeps its size."""
+        size = self.size if self.shape is None else self.shape[1:] if len(self.shape) == 3 else None
+        return None if size is None or self.fit == "refuse" else (channels, *size)
+
+    def frames(self, rate_hz: int) -> int:
+        """Frames in a window of sound at this rate."""
+        return sound.frames_in(rate_hz, self.seconds) if self.shape is None else self.shape[-1]
+
+
+def spread(labels: Sequence[str]) -> list[int]:
+    """An order of files in which each class has about its share of every part, so that a split leaves none out."""
+    count, seen = Counter(labels), Counter[str]()
+    places = []
+    for label in labels:
+        places.append((seen[label] + 0.5) / count[label])
+        seen[label] += 1
+    return sorted(range(len(labels)), key=lambda k: (places[k], labels[k]))
 
 
 def row_number(index: int) -> str:

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from fleet_core.base.errors import DataError
 from fleet_core.data.samples import Samples
 from fleet_core.data.sets.archives import tar_files
+from fleet_core.data.shaping import sound
 
 RATE_HZ = 8000
-WINDOW, HOP, FRAMES, BANDS = 256, 128, 64, 32
-LENGTH = WINDOW + HOP * (FRAMES - 1)
-FLOOR = 1e-6
+FRAMES = 64
+LENGTH = sound.length_of(RATE_HZ, FRAMES)
 TEST_TAKES = 5
 DIGITS = tuple("0123456789")
 LIMIT_BYTES = 256 << 20
@@ -80,37 +80,20 @@ def read_wave(data: bytes, where: str) -> NDArray[np.int16]:
             frames = file.readframes(MAX_SAMPLES)
     except (wave.Error, EOFError, ValueError, RuntimeError) as error:
         raise DataError(f"cannot be read as sound: {error}", where=where) from error
-    sound = np.frombuffer(frames[: len(frames) // 2 * 2], "<i2").astype(np.int16)
-    if not sound.size:
+    found = np.frombuffer(frames[: len(frames) // 2 * 2], "<i2").astype(np.int16)
+    if not found.size:
         raise DataError("is empty", where=where)
-    return sound
+    return found
 
 
-def fitted(sound: NDArray[np.int16]) -> NDArray[np.float32]:
+def fitted(recording: NDArray[np.int16]) -> NDArray[np.float32]:
     """Cuts or pads a recording to float32 [8320], full scale ±1."""
     out = np.zeros(LENGTH, np.float32)
-    out[: len(sound)] = sound[:LENGTH] / np.float32(1 << 15)
+    out[: len(recording)] = recording[:LENGTH] / np.float32(1 << 15)
     return out
 
 
 def spectrograms(samples: Samples) -> Samples:
     """Converts sound, x float32 [N, 1, 8320], to log-mel spectrograms, x float32 [N, 1, 32, 64]."""
-    frames_NFW = np.lib.stride_tricks.sliding_window_view(samples.x[:, 0], WINDOW, axis=1)[:, ::HOP]
-    window_W = np.hanning(WINDOW + 1)[:-1].astype(np.float32)
-    bands_BK = mel_bands()
-    x = np.empty((len(samples), 1, BANDS, FRAMES), np.float32)
-    for row, frames_FW in enumerate(frames_NFW):
-        power_FK = np.abs(np.fft.rfft(frames_FW * window_W, axis=1)) ** 2
-        x[row, 0] = np.log(bands_BK @ power_FK.T + FLOOR)
+    x = sound.spectrograms(samples.x[:, 0], RATE_HZ)[:, None]
     return Samples(x, samples.y, samples.client, samples.time, samples.classes)
-
-
-def mel_bands() -> NDArray[np.float64]:
-    """Triangular weights of 129 frequencies in 32 mel bands, float64 [32, 129]."""
-    hz = np.fft.rfftfreq(WINDOW, 1 / RATE_HZ)
-    edges = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + RATE_HZ / 2 / 700), BANDS + 2) / 2595) - 1)
-    low, centre, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
-    weights: NDArray[np.float64] = np.maximum(
-        0.0, np.minimum((hz - low) / (centre - low), (high - hz) / (high - centre))
-    )
-    return weights

@@ -1,0 +1,120 @@
+"""Watches whether what the device answers has moved away from what it was personalized on.
+
+The sums of ``fleet_core.personalization.drift`` live in memory and, so that a restart and ``edge-agent status`` know
+them, in ``drift.json`` of the device's folder. A new personalization begins anew. Nothing of the samples is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleet_core.base import schema, storage
+from fleet_core.base.errors import FleetError, StateError
+from fleet_core.personalization.drift import Reference, Sums
+
+if TYPE_CHECKING:
+    from edge_agent.inference.service import Service
+
+FILE = "drift.json"
+SAVE_S = 60.0
+MAX_BYTES = 1 << 12
+
+
+@dataclass(frozen=True)
+class Watched:
+    """drift.json. reference: id of the reference that the sums belong to. since: Unix seconds of the answer after which
+    the samples had moved; 0: they have not."""
+
+    reference: str
+    sums: Sums
+    since: float = 0.0
+
+
+class DriftWatch:
+    """Counts the answers in ``folder``. Several threads may call it."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time):
+        self._path, self._clock, self._lock = folder / FILE, clock, threading.Lock()
+        self._now: Watched | None = None
+        self._reference: Reference | None = None
+        self._saved = 0.0
+
+    @property
+    def moved_at(self) -> int:
+        """How many samples had been answered when it was noticed that they have moved; 0: they have not."""
+        now = self._now
+        return 0 if now is None else now.sums.moved_at
+
+    def begin(self, reference: Reference | None) -> None:
+        """Compares with this reference from now on; None: a model without one, which is not watched."""
+        with self._lock:
+            self._begin(reference)
+
+    def _begin(self, reference: Reference | None) -> None:
+        if reference is self._reference:
+            return
+        self._reference = reference
+        if reference is None:
+            self._now = None
+            return
+        made_of, stored = _id(reference), read(self._path.parent)
+        if self._now is None or self._now.reference != made_of:
+            known = stored is not None and stored.reference == made_of
+            self._now = stored if known else Watched(made_of, Sums())
+
+    def see(self, reference: Reference, z_nD: np.ndarray[Any, Any]) -> None:
+        """Counts embedded samples that were answered."""
+        surprise = reference.surprise(z_nD)
+        with self._lock:
+            self._begin(reference)
+            now = self._now
+            assert now is not None
+            sums = now.sums.after(surprise)
+            noticed = sums.moved and not now.sums.moved
+            self._now = Watched(now.reference, sums, self._clock() if noticed else now.since)
+            if noticed or abs(self._clock() - self._saved) >= SAVE_S:
+                self._saved = self._clock()
+                with suppress(StateError):  # a full disk must not keep the device from answering
+                    storage.write_json(self._path, schema.plain(self._now))
+
+
+def read(folder: Path) -> Watched | None:
+    """What is stored in a device's folder; None if there is nothing, or it is damaged."""
+    try:
+        data = storage.read_bytes(folder / FILE, limit=MAX_BYTES)
+        return schema.stored(Watched, data, folder / FILE, "it is made anew", unknown="ignore")
+    except StateError:
+        return None
+
+
+def _id(reference: Reference) -> str:
+    arrays = reference.means.prototypes, reference.distance, reference.margin
+    return f"{zlib.crc32(b''.join(np.ascontiguousarray(array).tobytes() for array in arrays)):08x}"
+
+
+def personalize_again(service: Service, tried: int, log: Callable[[str], None]) -> int:
+    """Personalizes with labelled samples that were added since the last time, if the samples have moved and the
+    personalizer embeds. tried: how many were there when this failed or succeeded last; returns the new number."""
+    from edge_agent.inference import relearn  # takes memory, and is rarely needed
+
+    now = service.answering
+    if not service.drift.moved_at or now is None or now.reference is None:
+        return tried
+    try:
+        added, personal = service.local().added(), service.stored.personalization(now.slot)
+        if added == tried or personal is None or personal.settings.get("added") == added:
+            return tried
+        done = relearn.personalize(service)
+        log(f"what this device sees has moved: personalized again, with {added} added samples, by {done.how}")
+    except FleetError as error:
+        log(f"what this device sees has moved, and it is not personalized again: {error}")
+    return added
