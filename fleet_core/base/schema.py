@@ -3,7 +3,7 @@
 A field's annotation is its type: bool, int, float, str, tuple[T, ...], Mapping[str, T], a dataclass, or ``T | None``.
 Limits are metadata: ``field(metadata={"min": …, "above": …, "max": …, "pattern": …, "choices": …, "max_length": …})``.
 ``words`` describes the pattern in errors. ``key`` is the field's name outside Python, where that differs. ``was`` is a
-former name that is still read.
+former name that is still read. ``unless_none``: ``plain`` leaves the field out while it is None.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def stored(cls: type[T], data: bytes, path: Path, hint: str, *, unknown: str = "
 def plain(value: Any) -> Any:
     """A dataclass as plain mappings, lists and scalars, ready for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.metadata.get("key", f.name): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        found = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        kept = ((f, v) for f, v in found if v is not None or not f.metadata.get("unless_none"))
+        return {f.metadata.get("key", f.name): plain(v) for f, v in kept}
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
