@@ -1,0 +1,44 @@
+"""Small ONNX files that stand for models of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from export.backbones.from_onnx import Preprocessing, of_model
+from fleet_core.backbone.backbone_file import BackboneFile, pack
+
+SHAPE, WIDTH = (2, 4, 4), 6
+
+
+def model(*, seed: int = 0, opset: int = 17, shape: tuple[int, ...] = SHAPE, batch: int | str = "n") -> onnx.ModelProto:
+    """A convolution, ReLU and the mean over positions: values ``conv``, ``act`` [n, 6, 4, 4] and ``pooled`` [n, 6]."""
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(WIDTH, shape[0], 3, 3)).astype(np.float32)
+    nodes = [
+        helper.make_node("Conv", ["image", "weight"], ["conv"], name="first", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["conv"], ["act"]),
+        helper.make_node("GlobalAveragePool", ["act"], ["mean"]),
+        helper.make_node("Flatten", ["mean"], ["pooled"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "small", [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, *shape])],
+        [helper.make_tensor_value_info("pooled", TensorProto.FLOAT, [batch, WIDTH])],
+        [numpy_helper.from_array(weight, "weight")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def backbone(prepared: Preprocessing = Preprocessing(), output: str | None = None, seed: int = 0) -> BackboneFile:
+    return of_model(model(seed=seed), prepared, output, "small.onnx", "small.onnx")
+
+
+def write(path: Path, prepared: Preprocessing = Preprocessing()) -> bytes:
+    """Writes a backbone's file and returns its bytes."""
+    data = pack(backbone(prepared))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return data
