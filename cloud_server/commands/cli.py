@@ -195,7 +195,7 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     model, method = settings.model, METHODS[settings.fleet.method]
     hyper, _ = schema.read(method.hyper, settings.hyper)
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
-                 method=method, hyper=hyper, say=processes.say)
+                 method=method, hyper=hyper, say=processes.say, backbone=model.backbone)
 
 
 def _export_train(fleet: Fleet, layout: Layout, first: Params) -> bytes:
@@ -256,7 +256,7 @@ def predict_command(
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     row = enrolled_device(made, device)
-    x = unlabelled.load(inputs, made.config.model.input, say=processes.say)
+    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say)
     url = broker_url(broker, made, plain)
     with fleet_certificates.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,

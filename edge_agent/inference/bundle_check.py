@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.compute.onnx_session import Session, check_golden, open_kind, open_session, open_steps, runtime
+from edge_agent.compute.onnx_session import Session, check_golden, open_kind, open_session, open_steps
+from fleet_core.backbone.onnx_runtime import runtime
 from fleet_core.base import processes as process
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError

@@ -325,14 +325,16 @@ class Service:
     def answers(self, x: Array) -> Answer:
         """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Raises StateError
         if no model can answer, DataError."""
-        answer = self._answering().answer(x)
+        now = self._answering()
+        answer = now.answer(self.stored.as_input(now.layout, x))
         with self._counting:
             self.answered, self.last_answer_s = self.answered + len(answer.labels), time.time()
         return answer
 
     def predict(self, x: Array) -> Array:
         """Class probabilities float32 [n, N] of raw samples. Raises StateError if no model can answer, DataError."""
-        return self._answering().predictor.probabilities(x)
+        now = self._answering()
+        return now.predictor.probabilities(self.stored.as_input(now.layout, x))
 
     def _answering(self) -> Answering:
         if self.answering is None:

@@ -9,7 +9,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from export.backbones.from_onnx import Preprocessing, of_model
-from fleet_core.backbone.backbone_file import BackboneFile, pack
+from fleet_core.backbone.backbone_file import NAME, BackboneFile, described, pack
+from fleet_core.data.samples import Samples
 
 SHAPE, WIDTH = (2, 4, 4), 6
 
@@ -25,7 +26,9 @@ def model(*, seed: int = 0, opset: int = 17, shape: tuple[int, ...] = SHAPE, bat
         helper.make_node("Flatten", ["mean"], ["pooled"]),
     ]
     graph = helper.make_graph(
-        nodes, "small", [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, *shape])],
+        nodes,
+        "small",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, *shape])],
         [helper.make_tensor_value_info("pooled", TensorProto.FLOAT, [batch, WIDTH])],
         [numpy_helper.from_array(weight, "weight")],
     )
@@ -42,3 +45,37 @@ def write(path: Path, prepared: Preprocessing = Preprocessing()) -> bytes:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return data
+
+
+def fleet_text(folder: Path, method: str = "pfldyn-proto", *, rounds: int = 2, hyper: str = "") -> str:
+    """fleet.toml of a fleet with three classes and a backbone, whose file is written to ``folder``."""
+    found = described(write(folder / NAME))
+    return f"""\
+[fleet]
+name = "t"
+method = "{method}"
+rounds = {rounds}
+min_devices = 2
+serve_every = {rounds}
+[model]
+name = "mlp"
+classes = ["a", "b", "c"]
+input = {{ shape = [{found.width}], scale = 0.5 }}
+options = {{ hidden = [8] }}
+[model.backbone]
+id = "{found.id}"
+name = "{found.name}"
+width = {found.width}
+input = {{ shape = {list(found.input.shape)} }}
+[hyper]
+{hyper}
+"""
+
+
+def samples(seed: int, count: int = 90) -> Samples:
+    """Three classes of raw samples, which the small backbone tells apart, in the order of time."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 3, count)
+    patterns = np.random.default_rng(7).normal(size=(3, *SHAPE)) * 2
+    x = (patterns[y] + rng.normal(size=(count, *SHAPE)) * 0.5).astype(np.float32)
+    return Samples(x, y.astype(np.int64), None, np.arange(count, dtype=np.float64), ("a", "b", "c"))
