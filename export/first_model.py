@@ -24,7 +24,8 @@ def first(
     backbone: Backbone | None = None,
 ) -> tuple[bytes, bytes]:  # fmt: skip
     """(graph bundle, weights) as bytes. head: the method answers with the model's head. method, hyper: their gradient
-    steps are exported; None for none. backbone: makes the input ``spec`` of raw samples. say: called with the current step, and with what cannot be exported.
+    steps are exported; None for none. backbone: makes the input ``spec`` of raw samples.
+    say: called with the current step, and with what cannot be exported.
 
     Raises ConfigError if the model cannot be built or lacks groups that the method trains, BundleError if a graph fails
     its check.

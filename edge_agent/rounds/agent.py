@@ -45,7 +45,8 @@ from fleet_core.protocol.succession import MAX_BYTES, Announced
 
 class Agent:
     """One device's agent over an open link. ``step`` raises RevokedError once a signed message revokes the device.
-    board: what this machine is, for people. providers: of onnxruntime, that its profile names. ``log`` receives what a person may want to read, one line at a time."""
+    board: what this machine is, for people. providers: as in
+    ``Graphs``. ``log`` receives what a person may want to read, one line at a time."""
 
     def __init__(
         self,

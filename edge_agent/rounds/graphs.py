@@ -77,7 +77,7 @@ class Graphs:
         if features.path.exists():
             return self._open(layout)
         if blob is None:
-            raise MessageError("the fleet's model needs a backbone, and the round has none", where=f"round {manifest.round}")
+            raise MessageError("the model needs a backbone, and there is none", where=f"round {manifest.round}")
         if self._fetcher.target != blob.id:
             blob.check(backbone_file.MAX_BYTES)
             self._close()

@@ -55,8 +55,11 @@ class Preprocessing:
     shape: tuple[int, ...] | None = None
 
 
+AS_IT_IS = Preprocessing()
+
+
 def from_onnx(
-    path: Path, prepared: Preprocessing = Preprocessing(), output: str | None = None, name: str | None = None
+    path: Path, prepared: Preprocessing = AS_IT_IS, output: str | None = None, name: str | None = None
 ) -> BackboneFile:
     """The backbone in an ONNX file. output: the value that is the features; None: the file's first output. Raises
     ConfigError for a file that is not fit."""
@@ -152,7 +155,7 @@ def _fits(found: Sequence[int], shape: Sequence[int]) -> bool:
 def _chosen(model: onnx.ModelProto, output: str | None, where: str) -> str:
     """The name of the value that is the features. Raises ConfigError."""
     if output is None:
-        return model.graph.output[0].name
+        return str(model.graph.output[0].name)
     made = {name: node.name for node in model.graph.node for name in node.output if name}
     of_node = {node.name: node.output[0] for node in model.graph.node if node.name and node.output}
     found = output if output in made else of_node.get(output)
@@ -216,12 +219,13 @@ def _rank(model: onnx.ModelProto, chosen: str, spec: InputSpec, where: str) -> i
     trial = onnx.ModelProto.FromString(model.SerializeToString())
     trial.graph.output.append(helper.make_tensor_value_info(chosen, TensorProto.FLOAT, None))
     found = _run(bytes(trial.SerializeToString()), samples(spec, 2, 0), where)
+    said = chosen.removeprefix(FORMER)
     if found.ndim < 2 or len(found) != 2 or found.dtype != np.float32 or not found.shape[1]:
-        raise ConfigError(f"'{chosen.removeprefix(FORMER)}' is {found.dtype} {list(found.shape)} for two samples", where=where,
+        raise ConfigError(f"'{said}' is {found.dtype} {list(found.shape)} for two samples", where=where,
                           expected="float32 features [2, D], or channels first, [2, D, …]",
                           hint="choose another node, or export the file with a first axis of any size")
     if found.shape[1] > MAX_WIDTH:
-        raise ConfigError(f"'{chosen.removeprefix(FORMER)}' has {found.shape[1]} features", where=where, expected=f"at most {MAX_WIDTH}")
+        raise ConfigError(f"'{said}' has {found.shape[1]} features", where=where, expected=f"at most {MAX_WIDTH}")
     return found.ndim
 
 

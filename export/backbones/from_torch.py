@@ -74,7 +74,8 @@ def _loaded(module: nn.Module, weights: Path) -> nn.Module:
         if weights.suffix == ".safetensors":
             module.load_state_dict(load_file(weights))
         else:
-            module.load_state_dict(torch.jit.load(weights, map_location="cpu").state_dict())
+            stored: Any = torch.jit
+            module.load_state_dict(stored.load(weights, map_location="cpu").state_dict())
     except Exception as error:  # torch raises errors of many classes
         raise ConfigError(f"does not fit the module: {root_cause(error)[:300]}", where=str(weights),
                           expected="a .safetensors or TorchScript file of its state_dict") from error
@@ -98,7 +99,7 @@ def _of_torchvision(name: str, prepared: Preprocessing) -> tuple[nn.Module, Prep
     module, tuned = models.get_model(name, weights=weights), weights.transforms()
     last = next((part for part in CLASSIFIERS if hasattr(module, part)), None)
     if last is None:
-        raise ConfigError("has no classifier to leave out", where=name, hint="--backbone-build with a function of yours")
+        raise ConfigError("has no classifier to leave out", where=name, hint="use a function of yours")
     setattr(module, last, nn.Identity())
     return module, _tuned(prepared, tuple(tuned.mean), tuple(tuned.std))
 

@@ -68,7 +68,7 @@ def _small(made: BackboneFile, x: Array) -> bytes:
 
 
 def _opset(data: bytes) -> int:
-    return max(o.version for o in onnx.load_model_from_string(data).opset_import if o.domain in ("", "ai.onnx"))
+    return max(int(o.version) for o in onnx.load_model_from_string(data).opset_import if o.domain in ("", "ai.onnx"))
 
 
 def _features(data: bytes, x: Array) -> Array:

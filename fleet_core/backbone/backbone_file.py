@@ -101,7 +101,8 @@ def _check(arrays: Mapping[str, Array], info: BackboneInfo, where: str) -> None:
     if set(arrays) != {"onnx", "golden/x", "golden/z"}:
         raise BundleError(f"holds {', '.join(sorted(arrays))[:200]}", where=where, expected="onnx, golden/x, golden/z")
     if int(np.prod(info.input.shape, dtype=np.float64)) > MAX_SAMPLE:
-        raise BundleError(f"takes samples {list(info.input.shape)}", where=where, expected=f"{MAX_SAMPLE} values at most")
+        raise BundleError(f"takes samples {list(info.input.shape)}", where=where,
+                          expected=f"{MAX_SAMPLE} values at most")
     x, z, n = arrays["golden/x"], arrays["golden/z"], len(arrays["golden/x"]) if arrays["golden/x"].ndim else 0
     wanted = {"onnx": ((arrays["onnx"].size,), "uint8"), "golden/x": ((n, *info.input.shape), info.input.dtype),
               "golden/z": ((n, info.width), "float32")}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from fleet_core.backbone.backbone_file import BackboneFile, difference
@@ -56,11 +57,11 @@ def choose(
             run = open_(provider)
             off = difference(run(x), wanted)
             if not off <= backbone.info.tolerance:
-                raise BundleError(f"its golden features are off by {off:.2g}, and {backbone.info.tolerance:g} is allowed")
+                raise BundleError(f"golden features are off by {off:.2g}", expected=f"{backbone.info.tolerance:g}")
         except Exception as error:  # onnxruntime raises errors of many classes, none of them documented
             refused[provider] = (error.what if isinstance(error, FleetError) else str(error))[:300]
             continue
-        seconds[provider], opened[provider] = _fastest(lambda run=run: run(x), clock) / len(x), run
+        seconds[provider], opened[provider] = _fastest(partial(run, x), clock) / len(x), run
     if not opened:
         raise BundleError(
             "the backbone does not give its golden features here: "

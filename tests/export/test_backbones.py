@@ -36,7 +36,9 @@ def test_an_onnx_file_gives_its_features(tmp_path):
     onnx.save(model(), tmp_path / "small.onnx")
     made = from_onnx(tmp_path / "small.onnx")
     x = np.random.default_rng(1).normal(size=(5, *SHAPE)).astype(np.float32)
-    assert made.info.input == InputSpec(SHAPE) and made.info.width == WIDTH and made.info.output == "pooled"
+    assert made.info.input == InputSpec(SHAPE)
+    assert made.info.width == WIDTH
+    assert made.info.output == "pooled"
     np.testing.assert_allclose(open_on(made.onnx, CPU)(x), numpy_features(x), rtol=1e-4, atol=1e-5)
 
 
@@ -45,7 +47,8 @@ def test_the_preprocessing_is_inside():
     x = np.random.default_rng(1).integers(0, 256, (3, *SHAPE), dtype=np.uint8)
     ready = (x / 255 - np.reshape([0.5, 0.25], (1, 2, 1, 1))) / np.reshape([0.5, 2.0], (1, 2, 1, 1))
     assert made.info.input == InputSpec(SHAPE, "uint8", 1 / 255, (0.5, 0.25), (0.5, 2.0))
-    np.testing.assert_allclose(open_on(made.onnx, CPU)(x), numpy_features(ready.astype(np.float32)), rtol=1e-3, atol=1e-5)
+    wanted = numpy_features(ready.astype(np.float32))
+    np.testing.assert_allclose(open_on(made.onnx, CPU)(x), wanted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("output", ["act", "mean", "first"])
@@ -156,7 +159,8 @@ def test_nodes_are_listed(tmp_path):
 def test_an_int8_backbone_says_what_it_loses():
     x = np.random.default_rng(1).normal(size=(40, *SHAPE)).astype(np.float32)
     small = quantized(backbone(), x)
-    assert small.info.int8 is not None and 0 < small.info.int8 < 0.1
+    assert small.info.int8 is not None
+    assert 0 < small.info.int8 < 0.1
     float_features = numpy_features(x)
     off = backbone_file.difference(open_on(small.onnx, CPU)(x), float_features)
     assert 0 < off < 0.1

@@ -427,7 +427,9 @@ print(len(shown), *{"numpy", "cryptography", "paho", "torch", "onnxruntime"} & s
     assert heavy == []
 
 
-@pytest.mark.parametrize("start", ["from fleet_core.backbone import onnx_runtime as s; s.runtime()", "import export.gate"])
+@pytest.mark.parametrize(
+    "start", ["from fleet_core.backbone import onnx_runtime as s; s.runtime()", "import export.gate"]
+)
 def test_onnxruntimes_telemetry_is_disabled_before_it_is_imported(start):
     program = f"""
 import os, sys

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.backbones.from_onnx import Preprocessing, of_model
+from export.backbones.from_onnx import AS_IT_IS, Preprocessing, of_model
 from fleet_core.backbone.backbone_file import NAME, BackboneFile, described, pack
 from fleet_core.data.samples import Samples
 
@@ -35,11 +35,11 @@ def model(*, seed: int = 0, opset: int = 17, shape: tuple[int, ...] = SHAPE, bat
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
 
 
-def backbone(prepared: Preprocessing = Preprocessing(), output: str | None = None, seed: int = 0) -> BackboneFile:
+def backbone(prepared: Preprocessing = AS_IT_IS, output: str | None = None, seed: int = 0) -> BackboneFile:
     return of_model(model(seed=seed), prepared, output, "small.onnx", "small.onnx")
 
 
-def write(path: Path, prepared: Preprocessing = Preprocessing()) -> bytes:
+def write(path: Path, prepared: Preprocessing = AS_IT_IS) -> bytes:
     """Writes a backbone's file and returns its bytes."""
     data = pack(backbone(prepared))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def write(path: Path, prepared: Preprocessing = Preprocessing()) -> bytes:
     return data
 
 
-def fleet_text(folder: Path, method: str = "pfldyn-proto", *, rounds: int = 2, hyper: str = "") -> str:
+def fleet_text(folder: Path, method: str = "pfldyn-proto", *, rounds: int = 2, hyper: str = "", link: str = "") -> str:
     """fleet.toml of a fleet with three classes and a backbone, whose file is written to ``folder``."""
     found = described(write(folder / NAME))
     return f"""\
@@ -67,6 +67,8 @@ id = "{found.id}"
 name = "{found.name}"
 width = {found.width}
 input = {{ shape = {list(found.input.shape)} }}
+[link]
+{link}
 [hyper]
 {hyper}
 """

@@ -42,7 +42,8 @@ def counted(monkeypatch) -> list[int]:
 def test_features_do_not_depend_on_the_batch(made, monkeypatch):
     x = raw(70)
     whole = made.of(x)
-    assert whole.shape == (70, WIDTH) and whole.dtype == np.float32
+    assert whole.shape == (70, WIDTH)
+    assert whole.dtype == np.float32
     monkeypatch.setattr(features, "BATCH", 3)
     np.testing.assert_allclose(made.of(x), whole, rtol=1e-5, atol=1e-6)
 
@@ -59,7 +60,9 @@ def test_the_same_samples_are_computed_once(made, monkeypatch):
 def test_samples_keep_their_labels(made):
     samples = Samples(raw(4), np.arange(4), classes=("a", "b", "c", "d"))
     found = made.samples(samples)
-    assert found.x.shape == (4, WIDTH) and list(found.y) == [0, 1, 2, 3] and found.classes == samples.classes
+    assert found.x.shape == (4, WIDTH)
+    assert list(found.y) == [0, 1, 2, 3]
+    assert found.classes == samples.classes
 
 
 def test_a_record_that_was_torn_is_computed_again(made, monkeypatch):
@@ -113,7 +116,8 @@ def test_another_backbones_file_is_refused(made):
 def test_the_input_of_a_model_of_features_is_scaled():
     z = np.random.default_rng(0).normal(3, 20, (500, 4)).astype(np.float32)
     spec = features.input_of(z)
-    assert spec.shape == (4,) and abs((z * spec.scale).std() - 1) < 1e-5
+    assert spec.shape == (4,)
+    assert abs((z * spec.scale).std() - 1) < 1e-5
     assert features.input_of(np.ones((3, 2), np.float32)).scale == 1.0
 
 
@@ -132,7 +136,8 @@ def packed(**changes):
     (packed(info={"opset": 9}), "opset"),
     (packed(info={"width": 7}), "golden/z is float32"),
     (packed(more=np.zeros(1)), "holds golden/x"),
-    (packed(**{"golden/x": np.zeros((17, *SHAPE), np.float32), "golden/z": np.zeros((17, WIDTH), np.float32)}), "golden"),
+    (packed(**{"golden/x": np.zeros((17, *SHAPE), np.float32), "golden/z": np.zeros((17, WIDTH), np.float32)}),
+     "no sound golden"),
     (packed(**{"golden/z": np.full((4, WIDTH), np.nan, np.float32)}), "no sound golden"),
     (packed(onnx=np.zeros(0, np.uint8)), "no sound golden"),
     (packed(info={"input": {"shape": [100_000, 100_000]}}), "values at most"),
@@ -182,12 +187,14 @@ def test_a_little_faster_is_not_enough():
 
 def test_a_provider_with_other_features_is_not_chosen():
     choice = Machine(CPU=1.0, CUDA=0.1, wrong="CUDA").choose()
-    assert choice.provider == CPU and "off by" in choice.refused[CUDA]
+    assert choice.provider == CPU
+    assert "off by" in choice.refused[CUDA]
 
 
 def test_a_provider_that_does_not_load_is_not_chosen():
     choice = Machine(CPU=1.0, CUDA=0.1, missing="CUDA").choose()
-    assert choice.provider == CPU and "libcudart" in choice.refused[CUDA]
+    assert choice.provider == CPU
+    assert "libcudart" in choice.refused[CUDA]
 
 
 def test_a_backbone_that_no_provider_computes_rightly_is_refused():
@@ -204,7 +211,8 @@ def test_candidates_are_offered_and_tensorrt_only_if_the_profile_names_it():
 def test_the_choice_is_kept_and_made_again_for_another_onnxruntime(made, monkeypatch):
     made.of(raw(1))
     kept = made.choice()
-    assert kept.provider == CPU and kept.of[0] == made.backbone.id
+    assert kept.provider == CPU
+    assert kept.of[0] == made.backbone.id
     calls = []
     monkeypatch.setattr(providers, "choose", lambda *a, **k: calls.append(1) or (kept, lambda x: x[:, 0, 0]))
     features._opened.cache_clear()
