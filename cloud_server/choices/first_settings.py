@@ -83,8 +83,8 @@ def fleet_toml(
     train: Mapping[str, Any] | None = None, backbone: Backbone | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
     """The content of fleet.toml for these samples, which need class names. model: default by shape. spec: the model's
-    input; by default the samples as they are. backbone: that makes this input of raw samples. codec: as in ``codec_catalogue.chosen``. train: keys of its table
-    ``train``. fleet: further ones of ``fleet``."""
+    input; by default the samples as they are. backbone: that makes this input of raw samples. codec: as
+    in ``codec_catalogue.chosen``. train: keys of its table ``train``. fleet: further ones of ``fleet``."""
     hyper = method_catalogue.named(method).hyper()
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(

@@ -12,11 +12,11 @@ from export.backbones.from_onnx import AS_IT_IS, Preprocessing, of_model
 from fleet_core.backbone.backbone_file import NAME, BackboneFile, described, pack
 from fleet_core.data.samples import Samples
 
-SHAPE, WIDTH = (2, 4, 4), 6
+SHAPE, WIDTH = (2, 5, 5), 6
 
 
 def model(*, seed: int = 0, opset: int = 17, shape: tuple[int, ...] = SHAPE, batch: int | str = "n") -> onnx.ModelProto:
-    """A convolution, ReLU and the mean over positions: values ``conv``, ``act`` [n, 6, 4, 4] and ``pooled`` [n, 6]."""
+    """A convolution, ReLU and the mean over positions: values ``conv``, ``act`` [n, 6, 5, 5] and ``pooled`` [n, 6]."""
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(WIDTH, shape[0], 3, 3)).astype(np.float32)
     nodes = [

@@ -54,7 +54,8 @@ class DataSection:
     a file of readings, the number of readings per window and from one window to the next. limit: number of samples,
     drawn with the partition's seed; 0 for all. options: options of the set ``synthetic``. scale, mean, std: scaling of
     the model's input, instead of the set's own. standardize: instead of these three, scale each feature to mean 0 and
-    deviation 1 over all samples of all devices, which a fleet cannot do."""
+    deviation 1 over all samples of all devices, which a fleet cannot do. backbone: a file of 'metafleet backbone make',
+    whose features are the samples of every device."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
@@ -66,6 +67,7 @@ class DataSection:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     standardize: bool = False
+    backbone: str | None = field(default=None, metadata={"max_length": 4096, "unless_none": True})
 
 
 @dataclass(frozen=True)

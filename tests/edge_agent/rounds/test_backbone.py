@@ -88,13 +88,14 @@ def test_the_backbone_goes_on_after_the_agent_was_killed_and_is_fetched_once(mad
     assert w.pump(lambda: bool(partial())), w.lines
     w.kill_agent("d0")
     w.start_agent("d0")
-    assert w.pump(lambda: w.closed() == 2), w.lines
+    assert w.pump(lambda: w.closed() == 2 and len(evaluated(w)) == 2), w.lines
     assert w.logged("CPUExecutionProvider")
     assert not partial()
     w.kill_agent("d0")
     w.start_agent("d0")
-    fetched: list[str] = []
-    w.agents["d0"]._fetcher.into = lambda inbox, kind: fetched.append(inbox.blob.id)
+    fetched, fetcher = list[str](), w.agents["d0"]._fetcher
+    into = fetcher.into
+    fetcher.into = lambda inbox, kind: (fetched.append(inbox.blob.id), into(inbox, kind))
     assert w.pump(lambda: w.agents["d0"].manifest is not None and w.agents["d0"].service.answering is not None)
     assert w.agents["d0"].manifest.backbone.id not in fetched
 
@@ -118,7 +119,7 @@ def test_samples_are_added_and_learned_raw(made):
     outcome = relearn.learn(service, more.x, ["abc"[y] for y in more.y])
     assert outcome["added"] == 4
     assert service.local().every().x.shape[1:] == (backbones.WIDTH,)
-    with pytest.raises(DataError, match=r"expected one or more float32 \[2, 4, 4\]"):
+    with pytest.raises(DataError, match=r"expected one or more float32 \[2, 5, 5\]"):
         relearn.learn(service, np.zeros((1, backbones.WIDTH), np.float32), ["a"])
 
 
