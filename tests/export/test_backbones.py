@@ -6,6 +6,7 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -81,7 +82,7 @@ def test_the_file_is_read_again(tmp_path):
     assert (spec.id, spec.width, spec.name) == (backbone_file.identity(data), WIDTH, "small.onnx")
 
 
-def changed(**changes):
+def changed(**changes: Any) -> onnx.ModelProto:
     made = model(**{key: value for key, value in changes.items() if key in ("opset", "shape", "batch")})
     if "domain" in changes:
         made.opset_import.append(helper.make_opsetid(changes["domain"], 1))
@@ -192,7 +193,8 @@ def build() -> nn.Module:
 def test_a_torch_module_with_its_weights_becomes_a_backbone(tmp_path):
     module = Small().eval()
     save_file(module.state_dict(), tmp_path / "small.safetensors")
-    torch.jit.script(module).save(str(tmp_path / "small.pt"))
+    scripted: Any = torch.jit
+    scripted.script(module).save(str(tmp_path / "small.pt"))
     x = np.random.default_rng(1).normal(size=(3, *SHAPE)).astype(np.float32)
     for file in ("small.safetensors", "small.pt"):
         made = from_torch.from_torch(f"{__name__}:build", tmp_path / file, Preprocessing(shape=SHAPE))
@@ -220,7 +222,7 @@ def test_weights_of_another_module_are_refused(tmp_path):
 def test_a_torchvision_model_loses_its_classifier_and_keeps_its_preprocessing(monkeypatch):
     tuned = types.SimpleNamespace(mean=[0.4, 0.5], std=[0.2, 0.3])
     weights = types.SimpleNamespace(DEFAULT=types.SimpleNamespace(transforms=lambda: tuned))
-    models = types.ModuleType("torchvision.models")
+    models: Any = types.ModuleType("torchvision.models")
     models.get_model_weights = lambda name: weights
     models.get_model = lambda name, weights: Small()
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))

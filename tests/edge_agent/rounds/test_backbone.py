@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cloud_server.ledger.ledger_tables import Evaluation, Update
+from edge_agent.connection.blob_download import Receiver
 from edge_agent.inference import relearn
 from fleet_core.backbone.features import Features
 from fleet_core.base.errors import DataError
@@ -35,7 +37,7 @@ def made(tmp_path):
 
 
 def accuracy(w: World, stage: str) -> float:
-    counts = sum(np.array(row.confusion) for row in w.server.ledger.rows(Evaluation, stage=stage))
+    counts = np.sum([row.confusion for row in w.server.ledger.rows(Evaluation, stage=stage)], 0)
     return float(np.trace(counts) / counts.sum())
 
 
@@ -54,7 +56,12 @@ def evaluated(w: World) -> set[str]:
 def test_a_fleet_learns_on_features_and_answers_raw_samples(made, engine, monkeypatch):
     computed: list[int] = []
     of = Features.of
-    monkeypatch.setattr(Features, "of", lambda self, x: (computed.append(len(x)), of(self, x))[1])
+
+    def counting(self: Features, x: np.ndarray) -> np.ndarray:
+        computed.append(len(x))
+        return of(self, x)
+
+    monkeypatch.setattr(Features, "of", counting)
     w = made(train_graph=engine == "onnx")
     run(w, engine)
     assert sum(computed) == 2 * 90  # every sample once, over rounds, personalization and evaluation
@@ -82,7 +89,7 @@ def test_the_backbone_goes_on_after_the_agent_was_killed_and_is_fetched_once(mad
     for k in range(2):
         w.start_agent(f"d{k}", backbones.samples(k))
 
-    def partial():
+    def partial() -> list[Path]:
         return list((tmp_path / "devices/d0").glob("backbone-*.partial"))
 
     assert w.pump(lambda: bool(partial())), w.lines
@@ -95,7 +102,12 @@ def test_the_backbone_goes_on_after_the_agent_was_killed_and_is_fetched_once(mad
     w.start_agent("d0")
     fetched, fetcher = list[str](), w.agents["d0"]._fetcher
     into = fetcher.into
-    fetcher.into = lambda inbox, kind: (fetched.append(inbox.blob.id), into(inbox, kind))
+
+    def noted(inbox: Receiver, kind: str) -> None:
+        fetched.append(inbox.blob.id)
+        into(inbox, kind)
+
+    fetcher.into = noted
     assert w.pump(lambda: w.agents["d0"].manifest is not None and w.agents["d0"].service.answering is not None)
     assert w.agents["d0"].manifest.backbone.id not in fetched
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from fleet_core.backbone import backbone_file, features, providers
 from fleet_core.backbone.feature_cache import FeatureCache, keys_of
 from fleet_core.backbone.features import Features, of_file
-from fleet_core.backbone.onnx_runtime import CPU
+from fleet_core.backbone.onnx_runtime import CPU, Run
 from fleet_core.base import storage
-from fleet_core.base.errors import BundleError, DataError
+from fleet_core.base.errors import BundleError, DataError, StateError
 from fleet_core.data.samples import Samples
 from tests.support import backbones
 from tests.support.backbones import SHAPE, WIDTH
@@ -35,7 +36,12 @@ def counted(monkeypatch) -> list[int]:
     """Sizes of the batches that are computed from now on."""
     sizes: list[int] = []
     of = Features.of
-    monkeypatch.setattr(Features, "of", lambda self, x: (sizes.append(len(x)), of(self, x))[1])
+
+    def counting(self: Features, x: np.ndarray) -> np.ndarray:
+        sizes.append(len(x))
+        return of(self, x)
+
+    monkeypatch.setattr(Features, "of", counting)
     return sizes
 
 
@@ -89,7 +95,7 @@ def test_the_cache_keeps_to_its_quota_and_to_what_is_in_use(tmp_path):
 
 
 def test_a_full_disk_costs_time_alone(made, monkeypatch):
-    monkeypatch.setattr(FeatureCache, "put", lambda *_: (_ for _ in ()).throw(storage.StateError("full")))
+    monkeypatch.setattr(FeatureCache, "put", lambda *_: (_ for _ in ()).throw(StateError("full")))
     assert made.cached(raw(2)).shape == (2, WIDTH)
 
 
@@ -124,7 +130,7 @@ def test_the_input_of_a_model_of_features_is_scaled():
 # The file -------------------------------------------------------------------------------------------------------------
 
 
-def packed(**changes):
+def packed(**changes: Any) -> bytes:
     """A backbone's file with other arrays or facts."""
     arrays, metadata = storage.unpack(backbone_file.pack(backbones.backbone()))
     facts = {**json.loads(metadata["backbone"]), **changes.pop("info", {})}
@@ -154,23 +160,23 @@ class Machine:
     """Providers that take so many seconds each, on a clock of its own. wrong: those with other features."""
 
     def __init__(self, wrong: str = "", missing: str = "", **seconds: float):
-        self.seconds, self.wrong, self.missing, self.now, self.opened = seconds, wrong, missing, 0.0, []
+        self.seconds, self.wrong, self.missing, self.now, self.opened = seconds, wrong, missing, 0.0, list[str]()
         self.backbone = backbones.backbone()
 
-    def open(self, provider: str):
+    def open(self, provider: str) -> Run:
         name = provider.removesuffix("ExecutionProvider")
         self.opened.append(name)
         if name == self.missing:
             raise RuntimeError("libcudart.so is not there")
 
-        def run(x):
+        def run(x: np.ndarray) -> np.ndarray:
             self.now += self.seconds[name]
             z = self.backbone.golden["z"]
             return z * 2 if name == self.wrong else z
 
         return run
 
-    def choose(self):
+    def choose(self) -> providers.Choice:
         offered = [f"{name}ExecutionProvider" for name in self.seconds]
         return providers.choose(self.backbone, offered, self.open, clock=lambda: self.now)[0]
 
@@ -213,8 +219,13 @@ def test_the_choice_is_kept_and_made_again_for_another_onnxruntime(made, monkeyp
     kept = made.choice()
     assert kept.provider == CPU
     assert kept.of[0] == made.backbone.id
-    calls = []
-    monkeypatch.setattr(providers, "choose", lambda *a, **k: calls.append(1) or (kept, lambda x: x[:, 0, 0]))
+    calls: list[int] = []
+
+    def choose(*given: object, **named: object) -> tuple[providers.Choice, Run]:
+        calls.append(1)
+        return kept, lambda x: x[:, 0, 0]
+
+    monkeypatch.setattr(providers, "choose", choose)
     features._opened.cache_clear()
     made.of(raw(1))
     assert not calls
