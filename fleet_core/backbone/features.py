@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Features:
 
     path: Path
     backbone: Backbone
-    named: tuple[str, ...] = ()
+    named: tuple[str, ...] = field(default=(), compare=False)
     threads: int = 1
     quota: int = QUOTA_BYTES
 
