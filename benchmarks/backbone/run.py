@@ -62,7 +62,7 @@ def experiment(runs: Path, way: str, method: str, rate: float | None) -> experim
         "data": data, "model": model, "partition": partition, "codec_up": "int8", "codec_down": "int8",
         "cohort": COHORT,
         "seeds": [0] if rate is None else list(SEEDS), "budget": {"rounds": TRIAL_ROUNDS if rate is None else ROUNDS},
-        "evaluation": {"every": 0 if rate is None else 5, "within_training": rate is None},
+        "evaluation": {"every": 0 if rate is None else 3, "within_training": rate is None},
         "method": [{"name": method, "hyper": hyper, **({"grid": {"client_lr": list(RATES)}} if rate is None else {})}],
     })
 
@@ -86,7 +86,8 @@ def row(runs: Path, way: str, method: str) -> dict[str, Any]:
     return {
         "way": way, "method": method, "rate": rate, "trial": sorted(tried),
         "accuracy": [result["evaluated"]["accuracy"] for result in results],
-        "by_round": [[(one["round"], one["accuracy"]) for one in result.get("evaluations", [])] for result in results],
+        "by_round": [[(one["round"], one["accuracy"]["mean"]) for one in result["rounds"] if one.get("accuracy")]
+                     for result in results],
         "bytes": {side: mean(one["payload_bytes"][side] / one["participants"] for one in later)
                   for side in ("up", "down")},
         "flops": mean(one["flops"] / one["participants"] for one in later),

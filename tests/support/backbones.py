@@ -78,6 +78,7 @@ def samples(seed: int, count: int = 90) -> Samples:
     """Three classes of raw samples, which the small backbone tells apart, in the order of time."""
     rng = np.random.default_rng(seed)
     y = rng.integers(0, 3, count)
-    patterns = np.random.default_rng(7).normal(size=(3, *SHAPE)) * 2
+    patterns = np.random.default_rng(7).normal(size=(3, *SHAPE))
+    patterns += np.array([[3, -3], [-3, 3], [3, 3]])[:, :, None, None]
     x = (patterns[y] + rng.normal(size=(count, *SHAPE)) * 0.5).astype(np.float32)
     return Samples(x, y.astype(np.int64), None, np.arange(count, dtype=np.float64), ("a", "b", "c"))

@@ -16,6 +16,7 @@ from fleet_core.backbone.onnx_runtime import CPU, Run
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError, DataError, StateError
 from fleet_core.data.samples import Samples
+from fleet_core.model.layout import InputSpec, Layout
 from tests.support import backbones
 from tests.support.backbones import SHAPE, WIDTH
 
@@ -125,6 +126,24 @@ def test_the_input_of_a_model_of_features_is_scaled():
     assert spec.shape == (4,)
     assert abs((z * spec.scale).std() - 1) < 1e-5
     assert features.input_of(np.ones((3, 2), np.float32)).scale == 1.0
+
+
+# The layout -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_without_a_backbone_is_as_it_was_before_there_were_any():
+    plain = Layout("mlp", InputSpec((6,)), ("a", "b"), 4, ())
+    assert "backbone" not in plain.to_json()
+    assert plain.hash == "eaf231f15e3eb8e5"
+    assert plain.sample == plain.input
+
+
+def test_a_layout_knows_its_backbone(made):
+    layout = Layout("mlp", InputSpec((WIDTH,)), ("a", "b"), 4, (), backbone=made.backbone)
+    again = Layout.from_json(layout.to_json())
+    assert again == layout
+    assert again.sample.shape == SHAPE
+    assert replace(layout, backbone=replace(made.backbone, id="0" * 32)).hash != layout.hash
 
 
 # The file -------------------------------------------------------------------------------------------------------------
