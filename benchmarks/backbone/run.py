@@ -71,7 +71,7 @@ def ended(asked: experiments.Experiment, out: Path) -> Iterator[tuple[experiment
     """The runs of an experiment with their results; those that are not in ``out`` are run."""
     runs = experiments.runs(asked)
     if not all(Store(out / run.name).done for run in runs):
-        simulation.simulate(asked, out, simulation.Options(device="cpu"))
+        simulation.simulate(asked, out, simulation.Options(jobs=1, device="cpu"))
     for run in runs:
         yield run, Store(out / run.name).result()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -130,8 +129,3 @@ def _opened(features: Features) -> tuple[providers.Choice, Run]:
 def measured(features: Features) -> providers.Choice:
     """Opens the backbone, and says what was chosen. Raises BundleError, StateError."""
     return _opened(features)[0]
-
-
-def offered_here(named: Sequence[str] = ()) -> tuple[str, ...]:
-    """The providers that would be measured here."""
-    return providers.candidates(runtime().get_available_providers(), named)
