@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from export.graph import export_graph
@@ -14,21 +15,23 @@ from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params
 from fleet_core.learning import models
 from fleet_core.model import graph_bundle, train_graph
-from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.model.layout import Backbone, InputSpec, Layout
 
 
 def first(
     model: str, spec: InputSpec, classes: tuple[str, ...], options: Mapping[str, Any], *, head: bool, seed: int,
     method: Method | None = None, hyper: Any = None, say: Callable[[str], None] = lambda line: None,
+    backbone: Backbone | None = None,
 ) -> tuple[bytes, bytes]:  # fmt: skip
     """(graph bundle, weights) as bytes. head: the method answers with the model's head. method, hyper: their gradient
-    steps are exported; None for none. say: called with the current step, and with what cannot be exported.
+    steps are exported; None for none. backbone: makes the input ``spec`` of raw samples.
+    say: called with the current step, and with what cannot be exported.
 
     Raises ConfigError if the model cannot be built or lacks groups that the method trains, BundleError if a graph fails
     its check.
     """
     started = time.monotonic()
-    layout = models.describe(model, spec, classes, options)
+    layout = replace(models.describe(model, spec, classes, options), backbone=backbone)
     if method is not None:
         models.check_groups(method, layout)
     kinds = ("embed", "predict") if head else ("embed",)

@@ -26,7 +26,7 @@ from fleet_core.protocol.round_messages import MethodRef
 @dataclass(frozen=True)
 class Served:
     """A fleet's served model. fleet: the name. key: the fleet's public key, in hex. params: float32, after ``round``.
-    initial: the model's first weights."""
+    initial: the model's first weights. backbone: its file, empty when the model has none."""
 
     fleet: str
     key: str
@@ -35,6 +35,7 @@ class Served:
     round: int
     params: Params
     initial: Params
+    backbone: bytes = b""
 
 
 def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, say: Callable[[str], None]) -> Bundle:
@@ -61,7 +62,7 @@ def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, sa
         model=ModelInfo(payloads.identity(params), served.round, stored), adaptation=steps, graph=graph.info, int8=info,
         layout=graph.layout, layout_hash=graph.layout.hash,
     )  # fmt: skip
-    return Bundle(manifest, graph, params, int8)
+    return Bundle(manifest, graph, params, int8, backbone=served.backbone)
 
 
 def _exported_steps(served: Served, graph: Graph) -> Steps | None:

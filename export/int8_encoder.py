@@ -83,7 +83,7 @@ def _split(y: Array) -> tuple[Array, Array]:
 
 
 def _quantized(graph: Graph, params: Params, x: Array) -> bytes:
-    model = _with_weights(graph.graphs["embed"], params)
+    model = with_weights(graph.graphs["embed"], params)
     try:
         with tempfile.TemporaryDirectory() as folder, quiet():
             source, target = Path(folder) / "embed.onnx", Path(folder) / "embed-int8.onnx"
@@ -113,7 +113,7 @@ class _Reader:
         return None if batch is None else {"x": batch}
 
 
-def _with_weights(data: bytes, params: Params) -> onnx.ModelProto:
+def with_weights(data: bytes, params: Params) -> onnx.ModelProto:
     """An ONNX file with its external parameters inside."""
     model, flat = onnx.load_model_from_string(data), storage.flatten(params)
     for tensor in model.graph.initializer:

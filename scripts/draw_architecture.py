@@ -42,11 +42,12 @@ ROOMS: dict[str, Rows] = {
         [("image", "cards and images"), ("ssh", "install over SSH")],
         [("package", "the agent with its wheels")],
     ],
-    "export": [],
+    "export": [[("backbones", "frozen networks of ONNX files and torch modules")]],
     "fleet_core": [
         [("learning", "models, losses, training loop (torch)")],
         [("training", "a round's steps, by any engine"), ("personalization", "class means, heads, bundles"),
          ("data.partitions", "samples over devices"), ("data.sets", "named data sets")],
+        [("backbone", "raw samples to features")],
         [("algorithms.methods", "one page for each method"), ("data", "samples, episodes, time split"),
          ("power", "meters, joules by phase")],
         [("model", "layout, graphs, payloads"), ("data.readers", "csv, npz, ndjson, images"),
@@ -58,7 +59,7 @@ ROOMS: dict[str, Rows] = {
         [("base", "errors, config, storage, processes, backoff")],
     ],
 }
-TORCH = {"fleet_core.learning", "edge_agent.compute", "cloud_server.laboratory.run"}
+TORCH = {"fleet_core.learning", "export.backbones", "edge_agent.compute", "cloud_server.laboratory.run"}
 COMPOSERS = {"cloud_server.commands", "cloud_server.devices", "cloud_server.running"}
 
 # The course of a round: (from, to, label). A step within one process has the same lane twice.

@@ -46,7 +46,8 @@ def measured(folder: Path, method_name: str, *, agent: bool) -> dict[str, float]
     """Runs in a process of its own. agent: with the modules of the agent."""
     if agent:
         import edge_agent.commands.run  # noqa: F401  what the agent has loaded
-    from edge_agent.compute.onnx_session import open_function, runtime
+    from edge_agent.compute.onnx_session import open_function
+    from fleet_core.backbone.onnx_runtime import runtime
 
     allocator.keep_freed()
     runtime()

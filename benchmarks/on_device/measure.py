@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.on_device.ways import WAYS, load, predictor
-from edge_agent.compute.onnx_session import runtime
+from fleet_core.backbone.onnx_runtime import runtime
 
 
 def measure(way_name: str, graph_path: str, weights_path: str, support: str, setting: str) -> dict[str, Any]:

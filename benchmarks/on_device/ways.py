@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.compute.onnx_session import open_kind, runtime
+from edge_agent.compute.onnx_session import open_kind
 from edge_agent.inference.predictor import Predictor
+from fleet_core.backbone.onnx_runtime import runtime
 from fleet_core.base import storage, trees
 from fleet_core.base.trees import Params
 from fleet_core.model import graph_bundle

@@ -20,6 +20,7 @@ from fleet_core.base.trees import Params
 from fleet_core.model.layout import Layout
 from fleet_core.privacy.secure_sum import Collector
 from fleet_core.protocol import cohort, messages, round_messages
+from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import (
     Cohort,
     Counted,
@@ -48,7 +49,7 @@ class Manifests:
     """Builds, signs and publishes one fleet's manifests.
 
     sign(body): with the fleet's key. graph: the graph bundle's bytes. steps: those of the graph ``train``, if there is
-    one. layout: of the model.
+    one. backbone: the file of the layout's backbone, if it has one. layout: of the model.
     max_upload_bytes: of the largest update. now: Unix seconds. resting(): devices that are not asked today. packed():
     whether every device that is on reads manifests under zstd. ``seq``: the newest manifest's sequence number.
     """
@@ -58,12 +59,15 @@ class Manifests:
         codecs: RoundCodecs, *,
         sign: Callable[[bytes], bytes], graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int,
         now: Callable[[], float],
+        backbone: bytes | None = None,
         resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], bool] = lambda: False,
     ):
         self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
         self._hyper, self._sign = schema.plain(fleet.hyper), sign
         self._models, self._served, self._ledger, self._publisher = models, served, ledger, publisher
         self._graph, self._steps, self._layout = graph, steps, layout
+        chunk = fleet.config.link.chunk_bytes
+        self._backbone = None if backbone is None else (Blob.of(backbone, chunk), backbone)
         self._max_upload_bytes, self._now = max_upload_bytes, now
         self._resting, self._packed = resting, packed
         self._again: Callable[[], None] = lambda: None
@@ -132,6 +136,7 @@ class Manifests:
             per_device=listed,
             train=train,
             steps=None if self._steps is None else self._models.blob(self._steps),
+            backbone=None if self._backbone is None else self._publisher.blob(*self._backbone),
         )
         keep = {blob.id for blob in manifest.blobs()} | own | {*links}
         self._went_packed = self._packed()

@@ -10,7 +10,7 @@ from typing import Any
 from cloud_server.choices import codec_catalogue, method_catalogue
 from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, KeepSection, LinkSection
 from fleet_core.base import config, schema
-from fleet_core.base.errors import DataError
+from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data import model_input
 from fleet_core.data.partitions import pool
 from fleet_core.data.readers import is_sound, rate_of
@@ -18,7 +18,7 @@ from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
 from fleet_core.data.shaping import resize
-from fleet_core.model.layout import FITS, InputSpec
+from fleet_core.model.layout import FITS, Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 
@@ -82,6 +82,20 @@ def model_for(data: str, samples: Samples) -> str:
     return recommended or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
 
 
+def train_table(only: list[str] | None, freeze: str | None) -> dict[str, Any]:
+    """The table ``train``. Raises ConfigError."""
+    given = {"only": only or [], **({} if freeze is None else {"freeze": freeze})}
+    _, problems = schema.read(TrainSection, given)
+    if problems:
+        raise ConfigError("\n".join(f"--{problem}" for problem in problems))
+    return given
+
+
+def wants_trial(data: str, model: str | None, trial: bool | None) -> bool:
+    """Whether models are to be tried: as the user says, else for a file without a named model."""
+    return (model is None and data not in entries()) if trial is None else trial
+
+
 def _is_named(data: str) -> bool:
     return data in entries() and not Path(data).exists()
 
@@ -89,11 +103,11 @@ def _is_named(data: str) -> bool:
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
     spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, codec: str | None = None,
-    train: Mapping[str, Any] | None = None, **fleet: Any,
+    train: Mapping[str, Any] | None = None, backbone: Backbone | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
     """The content of fleet.toml for these samples, which need class names. model: default by shape. spec: the model's
-    input; by default the samples as they are. codec: as in ``codec_catalogue.chosen``. train: keys of its table
-    ``train``. fleet: further ones of ``fleet``."""
+    input; by default the samples as they are. backbone: that makes this input of raw samples. codec: as
+    in ``codec_catalogue.chosen``. train: keys of its table ``train``. fleet: further ones of ``fleet``."""
     hyper = method_catalogue.named(method).hyper()
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(
@@ -102,16 +116,19 @@ def fleet_toml(
             "model": {
                 "name": chosen,
                 "classes": list(samples.classes or ()),
-                "input": {
-                    key: value for key, value in schema.plain(spec or model_input.plain(samples.x)).items() if value
-                },
+                "input": _input(spec or model_input.plain(samples.x)),
                 **({"options": dict(model_options)} if model_options else {}),
+                **({"backbone": {**schema.plain(backbone), "input": _input(backbone.input)}} if backbone else {}),
             },
             "link": codec_catalogue.chosen(codec) if codec else {},
             "train": dict(train or {}),
             "hyper": schema.plain(hyper),
         }
     )
+
+
+def _input(spec: InputSpec) -> dict[str, Any]:
+    return {key: value for key, value in schema.plain(spec).items() if value}
 
 
 def toml_with_defaults(tables: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from cloud_server.choices.datasets import datasets_app
 from cloud_server.choices.profiles import profiles_app
-from cloud_server.commands import bundle, costs, examples, keys, lab, monitoring, plan
+from cloud_server.commands import backbones, bundle, costs, examples, keys, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.lab import FIT, RATE, SECONDS, SIZE, STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
@@ -41,6 +41,7 @@ app.add_typer(profiles_app, name="profiles")
 app.add_typer(programs_app, name="programs")
 app.add_typer(updates_app, name="updates")
 app.add_typer(bundle.bundle_app, name="bundle")
+app.add_typer(backbones.backbone_app, name="backbone")
 
 CODEC = Annotated[str | None, typer.Option("--codec", metavar="CODEC", help="See 'metafleet codecs'; up:NAME,down:NAME "
                                            "for different ones; auto: chosen for each round; default int8.")]
@@ -113,15 +114,21 @@ def init(
     ] = None,
     graph: Annotated[bool, typer.Option("--train-graph/--no-train-graph", help="Make the graph with which devices "
                                         "train without torch.")] = True,
+    backbone: backbones.BACKBONE = None,
+    backbone_output: backbones.OUTPUT = None,
+    backbone_build: backbones.BUILD = None,
+    backbone_int8: backbones.INT8 = False,
     encrypt_keys: Annotated[bool, typer.Option("--encrypt-keys", help="Give the fleet's keys a passphrase.")] = False,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that has a fleet.toml."""
+    from cloud_server.choices import first_settings
     from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
-             "--seconds": seconds, "--codec": codec, "--train": only or None, "--freeze": freeze}
+             "--seconds": seconds, "--codec": codec, "--train": only or None, "--freeze": freeze,
+             "--backbone": backbone, "--backbone-output": backbone_output, "--backbone-build": backbone_build}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
@@ -129,7 +136,9 @@ def init(
     if data is not None:
         cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds}
         text = _first_fleet_toml(fleet, data, cut, name, method or DEFAULT_METHOD, model,
-                                 rounds or DEFAULT_ROUNDS, seed or 0, trial, codec, _train(only, freeze))
+                                 rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
+                                 first_settings.train_table(only, freeze),
+                                 backbones.Wanted(backbone, backbone_output, backbone_build, backbone_int8))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
     if encrypt_keys:
         from cloud_server.records import key_files
@@ -147,39 +156,26 @@ def init(
 
 def _first_fleet_toml(
     fleet: Path, data: str, cut: dict[str, Any], name: str | None, method: str, model: str | None, rounds: int,
-    seed: int, trial: bool | None, codec: str | None, train: dict[str, Any],
+    seed: int, trial: bool | None, codec: str | None, train: dict[str, Any], wanted: backbones.Wanted,
 ) -> str:
     """fleet.toml for these samples. cut: options of ``load_data``. The model is the named one, that of the fleet in the
     folder, the winner of a trial, or the default; the first of these that exists. Raises FleetError."""
     from cloud_server.choices import method_catalogue
-    from cloud_server.choices.first_settings import fleet_toml, load_data, model_for, topic_name
+    from cloud_server.choices.first_settings import fleet_toml, load_data, model_for, topic_name, wants_trial
+    from fleet_core.data.model_input import default_model
 
     samples, spec = load_data(data, processes.say, **cut)
+    samples, spec, backbone = backbones.applied(wanted, fleet, samples, spec)
     chosen = _existing_model(fleet) if model is None else None
-    if chosen is None and _wants_trial(data, model, trial):
+    if chosen is None and wants_trial(data, model, trial):
         chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed)
     return fleet_toml(
         samples, name or topic_name(fleet.resolve().name), method,
-        chosen.name if chosen else model or model_for(data, samples), rounds=rounds, seed=seed, spec=spec,
-        model_options=chosen.options if chosen else None, codec=codec, train=train,
+        chosen.name if chosen else model or (default_model(spec.shape, spec.dtype) if backbone else
+                                             model_for(data, samples)),
+        rounds=rounds, seed=seed, spec=spec, model_options=chosen.options if chosen else None, codec=codec, train=train,
+        backbone=backbone,
     )
-
-
-def _train(only: list[str] | None, freeze: str | None) -> dict[str, Any]:
-    """The table ``train``. Raises ConfigError."""
-    from fleet_core.model.select_arrays import TrainSection
-
-    given = {"only": only or [], **({} if freeze is None else {"freeze": freeze})}
-    _, problems = schema.read(TrainSection, given)
-    if problems:
-        raise ConfigError("\n".join(f"--{problem}" for problem in problems))
-    return given
-
-
-def _wants_trial(data: str, model: str | None, trial: bool | None) -> bool:
-    from fleet_core.data.sets.registry import entries
-
-    return (model is None and data not in entries()) if trial is None else trial
 
 
 def _existing_model(fleet: Path) -> ModelSection | Model | None:
@@ -201,7 +197,7 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     model, method = settings.model, METHODS[settings.fleet.method]
     hyper, _ = schema.read(method.hyper, settings.hyper)
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
-                 method=method, hyper=hyper, say=processes.say)
+                 method=method, hyper=hyper, say=processes.say, backbone=model.backbone)
 
 
 def _export_train(fleet: Fleet, layout: Layout, first: Params) -> bytes:
@@ -262,7 +258,7 @@ def predict_command(
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     row = enrolled_device(made, device)
-    x = unlabelled.load(inputs, made.config.model.input, say=processes.say)
+    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say)
     url = broker_url(broker, made, plain)
     with fleet_certificates.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,

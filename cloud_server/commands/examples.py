@@ -52,6 +52,8 @@ EXAMPLES = {
     "updates resume": "metafleet updates resume greenhouse",
     "updates abort": "metafleet updates abort greenhouse",
     "updates save": "metafleet updates save greenhouse pi-07.toml artifact",
+    "backbone make": "metafleet backbone make model.onnx --to backbone.safetensors --output pooled",
+    "backbone show": "metafleet backbone show model.onnx",
     "bundle verify": "metafleet bundle verify greenhouse.bundle",
 }
 

@@ -103,7 +103,7 @@ def answer(folder: Path, name: str, x: np.ndarray[Any, Any]) -> dict[str, Any]:
 def samples_of(folder: Path, given: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Samples [S, *shape] from ``values``, a list of numbers, or ``file``, base64, of the kind in ``name``. Raises
     DataError."""
-    spec = Fleet.load(folder).config.model.input
+    spec = Fleet.load(folder).config.model.sample
     if "values" in given:
         return _of_values(given["values"], spec)
     suffix = Path(str(given.get("name", ""))[-200:]).suffix.lower()

@@ -96,7 +96,7 @@ class FleetView:
             payload=sums.payload_bytes, mqtt=sums.mqtt_bytes, wire=sums.wire_bytes)
         used = used_of(volume, sums.energy_j, self._fleet.tariff)
         known = {
-            "warnings": self._warnings, "classes": list(config.model.classes), "shape": list(config.model.input.shape),
+            "warnings": self._warnings, "classes": list(config.model.classes), "shape": list(config.model.sample.shape),
             "model": config.model.name, "limits": schema.present(limits), "used": used,
             "currency": self._fleet.tariff.currency if self._fleet.tariff else None,
         }

@@ -137,6 +137,9 @@ def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_tok
     False for a device that is already enrolled. The fleet's key signs it. Raises FleetError."""
     tables: dict[str, Any] = {**made.device.tables, "board": {"profile": "profile.toml"}}
     home = {"profile.toml": made.profile.read_bytes()}
+    backbone, data = made.fleet.config.model.backbone, made.fleet.backbone_bytes()
+    if backbone is not None and data is not None:
+        home[f"backbone-{backbone.id}.safetensors"] = data  # what the agent would fetch first
     if made.plain:
         with tempfile.TemporaryDirectory() as folder:
             path = device_folder.write_device_folder(made.fleet, made.device.name, Path(folder), made.broker, **tables)

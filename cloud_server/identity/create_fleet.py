@@ -52,6 +52,7 @@ def create_fleet(folder: Path, text: str | None, export: Export, export_train: E
 
 def _write_model(fleet: Fleet, export: Export, export_train: ExportTrain | None, *, complete: bool) -> None:
     """Graphs and first weights. complete: files that are there are of this fleet's model, so they stay."""
+    fleet.backbone_bytes()  # raises if it is missing
     graph_path, weights_path = fleet.folder / "graph.safetensors", fleet.folder / "weights.safetensors"
     if not (complete and graph_path.exists() and weights_path.exists()):
         graph, weights = export(fleet.config, "predict" in fleet.method.graphs)

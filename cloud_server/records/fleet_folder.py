@@ -8,6 +8,7 @@
     graph.safetensors     graphs, layout and golden outputs, made once by ``metafleet init``
     train.safetensors     the graph with which devices train without torch, if the method has one
     weights.safetensors   the first weights
+    backbone.safetensors  the frozen backbone, if the model has one
     ledger.sqlite         rounds, devices, updates, bytes, joules, accuracy
     state/, spool/        checkpoints of closed rounds, verified updates of the open one
 """
@@ -29,6 +30,7 @@ from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.records.tariff import Tariff
 from fleet_core.algorithms.interface import Method, read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.backbone import backbone_file
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import CodecError, ConfigError, StateError
 from fleet_core.base.moving import Moving
@@ -175,6 +177,7 @@ class Fleet:
             "name": (layout.model, model.name), "input": (layout.input, model.input),
             "classes": (layout.classes, model.classes),
             "options": (schema.plain(layout.options), schema.plain(model.options)),
+            "backbone": (layout.backbone, model.backbone),
             "graphs": (set(graph.graphs) >= set(method.graphs), True),
         }
         wrong = [name for name, (found, wanted) in pairs.items() if found != wanted]
@@ -183,6 +186,18 @@ class Fleet:
                 f"is the graph of another model: {', '.join(wrong)} differ from fleet.toml", where=str(path),
                 hint="make the fleet anew in an empty folder: a fleet keeps its model",
             )
+
+    def backbone_bytes(self) -> bytes | None:
+        """The file of the model's backbone; None if it has none. Raises StateError if it is missing or another one."""
+        wanted, path = self.config.model.backbone, self.folder / backbone_file.NAME
+        if wanted is None:
+            return None
+        data = storage.read_bytes(path, limit=backbone_file.MAX_BYTES) if path.exists() else b""
+        if backbone_file.identity(data) != wanted.id:
+            raise StateError("is another backbone than that of fleet.toml" if data else "the backbone is missing",
+                             where=str(path), expected=wanted.id,
+                             hint="put the fleet's file back: every device and every weight belongs to it")
+        return data
 
     def first(self, layout: Layout) -> Params:
         """The first values of every group, float32: the model's weights, and zeros for the method's other groups."""

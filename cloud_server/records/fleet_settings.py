@@ -9,7 +9,7 @@ from typing import Any
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.codecs.kinds.registry import CODECS
 from fleet_core.model.choose_codec import AUTO
-from fleet_core.model.layout import InputSpec
+from fleet_core.model.layout import Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 from fleet_core.robust.settings import RobustSection
@@ -52,12 +52,19 @@ class FleetSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """name: a named model or ``package.module:build``. classes: names in the order of the labels; they never change."""
+    """name: a named model or ``package.module:build``. classes: names in the order of the labels; they never change.
+    backbone: what makes the model's input of raw samples; None for a model that takes raw samples."""
 
     name: str = field(metadata={"max_length": 200})
     input: InputSpec
     classes: tuple[str, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
+    backbone: Backbone | None = field(default=None, metadata={"sparse": True})
+
+    @property
+    def sample(self) -> InputSpec:
+        """A raw sample, as users send it."""
+        return self.input if self.backbone is None else self.backbone.input
 
 
 @dataclass(frozen=True)

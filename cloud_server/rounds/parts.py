@@ -92,7 +92,7 @@ def assemble(
     settings, method = fleet.config.fleet, fleet.method
     graph = fleet.graph_bytes()
     layout = graph_bundle.unpack(graph).layout
-    steps = training_graph.read(fleet, layout)
+    steps, backbone = training_graph.read(fleet, layout), fleet.backbone_bytes()
     privacy = PrivacyBudget(fleet.config.privacy, ledger)
     wire = layout.extended(method.down, method.shared)
     checkpoints = Checkpoints(fleet.folder / "state", log)
@@ -131,8 +131,8 @@ def assemble(
     models = ModelsDown(fleet, wire, publisher)
     served = ServedModels(fleet, wire, ledger, checkpoints, models, codecs)
     manifests = Manifests(
-        fleet, models, served, ledger, publisher, codecs, sign=keys.sign, graph=graph, steps=steps, layout=layout,
-        max_upload_bytes=receiver.max_upload_bytes, now=now,
+        fleet, models, served, ledger, publisher, codecs, sign=keys.sign, graph=graph, steps=steps,
+        backbone=backbone, layout=layout, max_upload_bytes=receiver.max_upload_bytes, now=now,
         resting=lambda: members.resting.keys() | members.quarantined.keys(), packed=members.read_packed,
     )
     served.resume(rule.checkpoint)

@@ -144,7 +144,7 @@ def predict(inputs: Path, home: Path, as_json: bool) -> None:
     """Prints the answers to raw samples."""
     service = _restored_service(home)
     stride = settings_of(home).data.stride
-    answer = service.answers(unlabelled.load(inputs, service.layout.input, stride=stride, say=processes.say))
+    answer = service.answers(unlabelled.load(inputs, service.layout.sample, stride=stride, say=processes.say))
     classes = answer.classes or service.layout.classes
     if as_json:
         return terminal.show(schema.plain(answer))
@@ -191,7 +191,7 @@ def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
     service = service_of(home, settings)
     service.known_classes()
     relearn.check_labels(service, [label], new=new_class)
-    x = unlabelled.load(file, service.layout.input, stride=settings.data.stride, say=processes.say)
+    x = unlabelled.load(file, service.layout.sample, stride=settings.data.stride, say=processes.say)
     with service.slots.writing():
         total = service.local().add(x, [label] * len(x))
     print(f"{len(x)} samples of class {label} added, {total} added by now")

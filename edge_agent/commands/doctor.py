@@ -15,6 +15,8 @@ from typing import Any
 from edge_agent.compute import measure_speed
 from edge_agent.compute.measure_speed import Speed
 from edge_agent.device import this_board as boards
+from fleet_core.backbone import providers
+from fleet_core.backbone.providers import Choice
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import PowerError, StateError
 from fleet_core.board import limits as fit
@@ -37,7 +39,8 @@ PROBE_S = 300
 @dataclass(frozen=True)
 class Examined:
     """The profile, the machine and their differences. sensor: its reading, or why there is none; None if the board has
-    no sensor. speed: as ``--measure`` found it, now or before."""
+    no sensor. speed: as ``--measure`` found it, now or before. backbone: what computes the fleet's backbone here, as it
+    was measured; None before the first start with one."""
 
     board: Profile | None
     machine: Machine
@@ -47,6 +50,7 @@ class Examined:
     complaints: tuple[Complaint, ...]
     notes: tuple[str, ...]
     speed: Speed | None = None
+    backbone: Choice | None = None
 
 
 def doctor(home: Path, profile: str | None, run: bool, as_json: bool, measure: bool = False) -> None:
@@ -92,7 +96,11 @@ def examine(home: Path, profile: str | None, root: Path = Path("/")) -> Examined
         notes.append("no profile is named ([board] profile, or --profile): nothing to compare with; metafleet profiles")
     complaints = (*fit.complaints(board, machine, wish), *complaint, *certificate_of(home, settings))
     return Examined(board, machine, wish, fit.limits(board, machine, wish), reading, complaints, tuple(notes),
-                    measure_speed.read(home))
+                    measure_speed.read(home), _backbone(home))
+
+
+def _backbone(home: Path) -> Choice | None:
+    return next((providers.load(path) for path in sorted(home.glob("backbone-*.providers.json"))), None)
 
 
 def certificate_of(home: Path, settings: Settings | None, now: float | None = None) -> tuple[Complaint, ...]:
@@ -160,11 +168,21 @@ def rows(examined: Examined) -> list[tuple[str, str, str]]:
         ("watts idle, busy", _watts(board), ABSENT),
         ("FLOP/s", _flop_per_s(None if board is None else board.compute),
          _flop_per_s(None if examined.speed is None else examined.speed.compute())),
+        *_computes(examined.backbone, () if board is None else board.compute.providers),
         ("training", ("yes" if board.can.train else "no") if board else ABSENT,
          f"on, engine {limits.engines[0]}" if limits.train else f"off: {limits.why}"),
         ("model parameters at most", _text(board and board.can.train_parameters), _text(limits.max_parameters)),
         ("batch at most", _text(board and board.can.train_batch), _text(limits.max_batch)),
     ]
+
+
+def _computes(choice: Choice | None, named: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Rows about the backbone: none without one."""
+    if choice is None:
+        return []
+    speeds = ", ".join(f"{name} {seconds * 1000:.3g} ms" for name, seconds in choice.seconds.items())
+    return [("backbone by", ", ".join(named) or ABSENT, f"{choice.provider} (a sample: {speeds})"),
+            *(("backbone not by", name, why) for name, why in choice.refused.items())]
 
 
 def plain(examined: Examined) -> dict[str, Any]:
@@ -176,6 +194,7 @@ def plain(examined: Examined) -> dict[str, Any]:
             **schema.plain(examined.speed), "flop_per_s": examined.speed.flop_per_s,
             "source": examined.speed.compute().source,
         },
+        **({} if examined.backbone is None else {"backbone": schema.plain(examined.backbone)}),
         "notes": list(examined.notes), "wrong": [schema.plain(complaint) for complaint in examined.complaints],
     }
 

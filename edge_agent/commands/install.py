@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_agent.device.fleet_keys import ring_of
+from edge_agent.device.local_samples import features_of
 from edge_agent.device.slots import RolledBack, Slots, facts_of
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import bundle_check, relearn
@@ -133,6 +134,9 @@ def _switched(bundle: Bundle, passed: Passed, home: Path, settings: Settings) ->
 
 def _stage(bundle: Bundle, state: DeviceState, slots: Slots) -> None:
     """Stores graph and weights as if the fleet had sent them."""
+    features = features_of(state.folder, bundle.manifest.layout)
+    if features is not None:
+        storage.write_atomic(features.path, bundle.backbone)
     data = graph_bundle.pack(bundle.graph)
     graph = Blob.of(data, CHUNK).id
     state.save_graph(graph, data, keep=slots.graphs())

@@ -18,7 +18,16 @@ from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.process_usage import own_usage
 from edge_agent.device.state import DeviceState
-from edge_agent.device.this_board import board_of, limits_of, profile_of, radio_of, remarks, sensor_of, watts_of
+from edge_agent.device.this_board import (
+    board_of,
+    limits_of,
+    profile_of,
+    providers_of,
+    radio_of,
+    remarks,
+    sensor_of,
+    watts_of,
+)
 from edge_agent.device.version import running
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
@@ -62,7 +71,7 @@ def run(
     agent = Agent(
         settings, state, link, service, accounts, _trainer(settings, limits, log), limits=limits,
         board=board_of(home, settings), renewal=_renewal(home, settings, link, boot, log),
-        updates=_updates(home, settings, link, log), boot=boot, log=log,
+        updates=_updates(home, settings, link, log), boot=boot, providers=providers_of(home, settings), log=log,
     )
     _restore(service, log)
     with accounts.metering(), _http_server(home, settings, service, log), _metrics(settings, agent, log):

@@ -85,7 +85,7 @@ def _adapted(header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array
     if weights is None or weights.model != header["model"]:
         raise StateError(f"the weights {header['model']} are not here", where=str(home.folder))
     layout = graph.layout
-    data = LocalData.of(Path(header["samples"]), layout, header["split"])
+    data = LocalData.of(home.folder, header["samples"], layout, header["split"])
     every = data.own()
     support = every.take(stratified(every.y, MAX_SUPPORT))
     arrays = after_steps(graph, weights, support, header["steps"], header["rate"])

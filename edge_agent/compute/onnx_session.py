@@ -9,12 +9,12 @@ write to.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from fleet_core.backbone.onnx_runtime import runtime
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import BundleError, DataError
 from fleet_core.base.trees import Params
@@ -30,17 +30,6 @@ BATCH = 64
 Steps = Callable[[dict[str, Array]], dict[str, Array]]
 
 _DTYPES = {"tensor(float)": "float32", "tensor(uint8)": "uint8", "tensor(int64)": "int64"}
-
-
-def runtime() -> Any:
-    """onnxruntime, imported at its first use: an agent that only trains saves its memory.
-
-    From 1.29 on onnxruntime sends telemetry, unless ORT_DISABLE_TELEMETRY is set before the import.
-    """
-    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-    import onnxruntime
-
-    return onnxruntime
 
 
 class Session:

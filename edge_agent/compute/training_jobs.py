@@ -147,7 +147,7 @@ class Order:
         hyper = round_plans.capped(hyper_of(method, manifest.method.hyper), header.get("max_batch"))
         layout, home = Layout.from_json(header["layout"]), DeviceState(Path(header["home"]))
         seed = int(manifest.scalars.get("seed", 0)), manifest.round, zlib.crc32(header["device"].encode())
-        data = LocalData.of(home.folder / header["samples"], layout, header["split"])
+        data = LocalData.of(home.folder, header["samples"], layout, header["split"])
         given, graph, steps = (str(header.get(key, "")) for key in ("given", "graph", "steps"))
         return Order(header["boot"], manifest, method, hyper, layout, home, data, seed, given, graph, steps)
 

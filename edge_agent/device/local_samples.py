@@ -3,6 +3,8 @@
 The recording is split by time. Samples that were labelled later (``edge-agent samples add``) are stored in a separate
 file and are always learned from. They may have classes that the fleet does not have: these come after the fleet's
 classes, belong to this device alone and are never trained on.
+
+Files hold raw samples. Where the fleet has a backbone, what is learned from and held back are its features.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fleet_core.base.errors import DataError, shortened
 from fleet_core.data import samples, time_split
+from fleet_core.data.prepare import prepared
 from fleet_core.data.samples import Samples
 from fleet_core.model.layout import Layout
+
+if TYPE_CHECKING:
+    from fleet_core.backbone.features import Features
 
 ADDED = "added.npz"
 MAX_OWN_CLASSES = 1000
@@ -37,15 +43,34 @@ def few_labels(per_class: Mapping[str, int]) -> str:
             "of each class may give better ones: edge-agent samples add")
 
 
+def features_of(home: Path, layout: Layout, named: Sequence[str] = ()) -> Features | None:
+    """What makes the model's input of raw samples on the device whose folder is ``home``; None for a model that takes
+    these. named: as in ``Features``."""
+    if layout.backbone is None:
+        return None
+    from fleet_core.backbone.features import Features  # not loaded by a device whose model takes raw samples
+
+    return Features(home / f"backbone-{layout.backbone.id}.safetensors", layout.backbone, tuple(named))
+
+
+def as_input(home: Path, layout: Layout, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Raw samples [n, *shape] as the model takes them: images of another size and sound are prepared first. Raises
+    DataError, BundleError, StateError."""
+    features = features_of(home, layout)
+    x = prepared(x, layout.sample)
+    return x if features is None else features.of(x)
+
+
 @dataclass(frozen=True)
 class LocalData:
     """A file of samples and how it is split by time.
 
-    dtype, shape: of the model's samples; samples of another shape are refused.
+    dtype, shape: of raw samples; samples of another shape are refused.
     train_fraction: share of the recorded time to learn from; the rest is held back.
     support_seconds: instead of a share, the first seconds of the recording.
     stride: of windows that are cut from a file of readings.
     fit: how images of another size are brought to ``shape``. sound_hz: rate of sound, if samples are made of it.
+    features: makes the model's input of raw samples; None for a model that takes these.
     """
 
     path: Path
@@ -57,14 +82,15 @@ class LocalData:
     stride: int | None = None
     fit: str = "refuse"
     sound_hz: int = 0
+    features: Features | None = None
 
     @staticmethod
-    def of(path: Path, layout: Layout, table: Mapping[str, Any]) -> LocalData:
-        """Samples for a model. table: ``[data]`` of device.toml, or the result of ``split``."""
-        split = {key: table[key] for key in SPLIT if key in table}
-        spec = layout.input
-        return LocalData(path, layout.classes, spec.dtype, shape=tuple(spec.shape), fit=spec.fit,
-                         sound_hz=spec.sound_hz, **split)
+    def of(home: Path, file: str, layout: Layout, table: Mapping[str, Any]) -> LocalData:
+        """Samples for a model. home: the device's folder. file: beneath it, or absolute. table: ``[data]`` of
+        device.toml, or the result of ``split``."""
+        split, raw = {key: table[key] for key in SPLIT if key in table}, layout.sample
+        return LocalData(home / file, layout.classes, raw.dtype, shape=tuple(raw.shape), fit=raw.fit,
+                         sound_hz=raw.sound_hz, features=features_of(home, layout), **split)
 
     def split(self) -> dict[str, Any]:
         """How the file is split by time and cut into windows, as plain values."""
@@ -97,7 +123,8 @@ class LocalData:
         if not parts:
             raise DataError("there are no samples yet", where=str(self.path), hint=self._hint_without_samples())
         x = np.concatenate([part.x.astype(parts[0].x.dtype) for part in parts])
-        return Samples(x, np.concatenate([part.y for part in parts]), classes=names, notes=parts[0].notes)
+        y = np.concatenate([part.y for part in parts])
+        return self._as_input(Samples(x, y, classes=names, notes=parts[0].notes))
 
     def _hint_without_samples(self) -> str:
         """Names a file of samples in the same folder, if there is one."""
@@ -109,7 +136,11 @@ class LocalData:
 
     def held_back(self) -> Samples | None:
         """The samples that are not learned from; None without a recording."""
-        return self._recorded()[1] if self.path.exists() else None
+        return self._as_input(self._recorded()[1]) if self.path.exists() else None
+
+    def _as_input(self, raw: Samples) -> Samples:
+        """``raw`` as the model takes them."""
+        return raw if self.features is None or not len(raw) else self.features.samples(raw)
 
     def add(self, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]], labels: Sequence[str]) -> int:
         """Stores samples [n, *shape] with their class names beside the recording; returns how many are stored there.

@@ -2,6 +2,8 @@
 
     graph-{id}.safetensors               graphs, layout, golden outputs, as published
     steps-{id}.safetensors               the graph with which this device trains without torch, as published
+    backbone-{id}.safetensors            the frozen backbone; beside it its features of this device's samples, and what
+                                         computes it here (``fleet_core.backbone.features``)
     model.safetensors                    the last training model, with its id
     slots/                               the models that answer, with the personalization; never leaves the device
     methods/{key}/state.safetensors      the client state (duals, residuals, personal arrays)

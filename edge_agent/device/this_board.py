@@ -36,6 +36,12 @@ def board_of(home: Path, settings: Settings) -> str:
     return found.model or (profile.title if profile is not None else found.arch)
 
 
+def providers_of(home: Path, settings: Settings) -> tuple[str, ...]:
+    """What may compute a backbone here, besides what always may. Raises ConfigError."""
+    profile = profile_of(home, settings)
+    return () if profile is None else profile.compute.providers
+
+
 def wish_of(settings: Settings) -> Wish:
     train = settings.train
     return Wish(train.enabled, train.max_parameters, train.max_batch, train.threads, train.engine)

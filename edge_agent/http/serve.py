@@ -42,7 +42,7 @@ class ServedModel:
         now = self._service.answering
         if now is None:
             return self._not_ready()
-        spec = now.layout.input
+        spec = now.layout.sample
         return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.detects_unknown, now.graph,
                      spec=spec)
 
@@ -52,7 +52,7 @@ class ServedModel:
             served = self._service.stored.served()
         except FleetError:
             return None
-        spec = served.graph.layout.input
+        spec = served.graph.layout.sample
         classes = served.graph.layout.classes
         return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False,
                      spec=spec)

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.compute.onnx_session import Session, check_golden, open_kind, open_session, open_steps, runtime
+from edge_agent.compute.onnx_session import Session, check_golden, open_kind, open_session, open_steps
+from fleet_core.backbone import backbone_file, providers
+from fleet_core.backbone.onnx_runtime import CPU, open_on, runtime
 from fleet_core.base import processes as process
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError
@@ -65,6 +67,8 @@ def check(bundle: Bundle) -> Passed:
     outputs = {kind: _check_larger_batch(graph, kind) for kind in graph.graphs}
     steps = _check_steps(graph) if graph.info.adapt is not None else {}
     _check_bundled_weights(bundle)
+    if bundle.backbone:
+        _check_backbone(bundle)
     return Passed(runtime().__version__, outputs, steps, _check_int8(bundle) if bundle.int8 else None)
 
 
@@ -182,6 +186,12 @@ def _check_bundled_weights(bundle: Bundle) -> None:
         complete = {t.group for t in graph.layout.tensors} & set(GRAPH_GROUPS[kind]) <= params.keys()
         if complete and not np.isfinite(_outputs(kind, open_kind(graph, kind, params), graph.golden["x"])).all():
             raise BundleError(f"the graph '{kind}' gives a value that is not finite with the bundle's weights")
+
+
+def _check_backbone(bundle: Bundle) -> None:
+    """Checks that the backbone gives its golden features here."""
+    found = backbone_file.parsed(bundle.backbone)
+    providers.choose(found, (CPU,), lambda provider: open_on(found.onnx, provider))
 
 
 def _check_int8(bundle: Bundle) -> float:

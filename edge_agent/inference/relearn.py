@@ -137,7 +137,7 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
     ones worse: those are not stored. Raises ConfigError for a class that cannot be learned.
     """
     service.known_classes()
-    x = prepared(x, service.layout.input)
+    x = prepared(x, service.layout.sample)
     _check_samples(service, x, labels)
     with _learning:
         check_labels(service, labels, new=new)
@@ -170,7 +170,8 @@ def _extend(service: Service, x: Array, labels: Sequence[str], total: int) -> st
     if personal is None or personal.how != plan.kind or personal.settings.get("added") != total - len(x):
         return ""
     names = tuple(dict.fromkeys((*personal.classes, *labels)))
-    new = Samples(x, np.array([names.index(label) for label in labels], np.int64), classes=names)
+    z = service.stored.as_input(served.graph.layout, x)
+    new = Samples(z, np.array([names.index(label) for label in labels], np.int64), classes=names)
     extended = personalization.extended(personal, _embed(service, served, personal), new)
     if extended is None:
         return ""
@@ -188,7 +189,7 @@ def _embed(service: Service, served: Served, personal: Personalization) -> Embed
 
 
 def _check_samples(service: Service, x: Array, labels: Sequence[str]) -> None:
-    spec = service.layout.input
+    spec = service.layout.sample
     if not len(x) or x.shape != (len(labels), *spec.shape) or str(x.dtype) != spec.dtype:
         raise DataError(
             f"samples {x.dtype} {list(x.shape)} with {len(labels)} labels",

@@ -32,7 +32,6 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageError, StateError
 from fleet_core.board.device_settings import Personalize, Serve, Settings
-from fleet_core.data.prepare import prepared
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Alone, Answer, Evaluation, Question
@@ -330,16 +329,16 @@ class Service:
     def answers(self, x: Array) -> Answer:
         """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Images of another
         size and sound are prepared first. Raises StateError if no model can answer, DataError."""
-        answering = self._answering()
-        answer = answering.answer(prepared(x, answering.layout.input), self.drift.see)
+        now = self._answering()
+        answer = now.answer(self.stored.as_input(now.layout, x), self.drift.see)
         with self._counting:
             self.answered, self.last_answer_s = self.answered + len(answer.labels), time.time()
         return answer
 
     def predict(self, x: Array) -> Array:
         """Class probabilities float32 [n, N] of raw samples. Raises StateError if no model can answer, DataError."""
-        answering = self._answering()
-        return answering.predictor.probabilities(prepared(x, answering.layout.input))
+        now = self._answering()
+        return now.predictor.probabilities(self.stored.as_input(now.layout, x))
 
     def _answering(self) -> Answering:
         if self.answering is None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent.compute.onnx_session import check_golden, runtime_version
-from edge_agent.device.local_samples import LocalData
+from edge_agent.device.local_samples import LocalData, as_input
 from edge_agent.device.manifest_method import hyper_of
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, Weights
@@ -108,7 +108,11 @@ class StoredModels:
 
     def local(self, layout: Layout) -> LocalData:
         """The device's samples, with the layout's classes."""
-        return LocalData.of(self.home.folder / self._data["samples"], layout, self._data)
+        return LocalData.of(self.home.folder, self._data["samples"], layout, self._data)
+
+    def as_input(self, layout: Layout, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Raw samples [n, *shape] as the model takes them: features, where it has a backbone. Raises FleetError."""
+        return as_input(self.home.folder, layout, x)
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ from fleet_core.protocol.succession import MAX_BYTES, Announced
 
 class Agent:
     """One device's agent over an open link. ``step`` raises RevokedError once a signed message revokes the device.
-    board: what this machine is, for people. ``log`` receives what a person may want to read, one line at a time."""
+    board: what this machine is, for people. providers: as in
+    ``Graphs``. ``log`` receives what a person may want to read, one line at a time."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Agent:
         renewal: Renewal | None = None,
         updates: ProgramUpdates | None = None,
         boot: str | None = None,
+        providers: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
         log: Callable[[str], None] = lambda line: None,
@@ -91,7 +93,7 @@ class Agent:
         self._updates = PendingUpdates(
             self.name, self.boot, home, self._uploader, self._secure, self._fetcher, self._reporter, log
         )
-        self._graphs = Graphs(home, service, self._fetcher, self._announce)
+        self._graphs = Graphs(home, service, self._fetcher, self._announce, log, providers)
         self._models = Models(home, service, log)
         self._per_device = DevicePayload(self.name, home, service, self._fetcher)
         self._training = TrainJobs(settings, self.boot, home, service, accounts, trainer, limits)
@@ -297,6 +299,8 @@ class Agent:
         counted = next((r for r in manifest.counted if r.blob is not None and r.blob.id == blob_id), None)
         if manifest.graph is not None and blob_id == manifest.graph.id:
             self._attempt("graph", lambda: self._graphs.take(manifest, blob_id, data))
+        elif manifest.backbone is not None and blob_id == manifest.backbone.id:
+            self._attempt("graph", lambda: self._graphs.take_backbone(self.service.layout))
         elif manifest.steps is not None and blob_id == manifest.steps.id:
             self._attempt("train", lambda: self.home.save_graph(blob_id, data, kind="steps"))
         elif counted is not None:
@@ -422,7 +426,12 @@ class Agent:
         blob = manifest.graph
         if blob is not None and self.service.graph_id != blob.id:
             self._attempt("graph", lambda: self._graphs.want(manifest, blob))
-        return self.service.graph is not None and (blob is None or self.service.graph_id == blob.id)
+        graph = self.service.graph
+        if graph is None or (blob is not None and self.service.graph_id != blob.id):
+            return False
+        if not self._graphs.complete(graph.layout) and not self._attempts.gave_up("graph", manifest):
+            self._attempt("graph", lambda: self._graphs.want_backbone(manifest, graph.layout))
+        return self._graphs.complete(graph.layout)
 
     def _fetches_steps(self, manifest: Manifest) -> bool:
         """Whether the graph with which this device trains is still on its way."""
@@ -465,7 +474,7 @@ class Agent:
     def _announce(self, *, again: bool = False) -> None:
         graph = self.service.graph
         self._reporter.announce(
-            layouts=() if graph is None else (graph.layout.hash,),
+            layouts=(graph.layout.hash,) if graph is not None and self._graphs.complete(graph.layout) else (),
             base=self._models.base,
             key=self._check.keys.told,
             ca=self._check.keys.issuer,

@@ -95,10 +95,13 @@ class Power:
 
 @dataclass(frozen=True)
 class Compute:
-    """effective_flop_per_s: achieved when training small models with all cores."""
+    """effective_flop_per_s: achieved when training small models with all cores. providers: of onnxruntime, to be
+    measured for a backbone beside those that always are (``fleet_core.backbone.providers``)."""
 
     effective_flop_per_s: float | None = field(default=None, metadata={"above": 0, "max": 1e18})
     source: str | None = field(default=None, metadata={"max_length": TEXT})
+    providers: tuple[str, ...] = field(default=(), metadata={"pattern": r"[A-Za-z0-9]{1,40}ExecutionProvider",
+                                                             "max_length": LINES})
 
 
 @dataclass(frozen=True)

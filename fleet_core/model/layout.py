@@ -15,6 +15,7 @@ from fleet_core.base.errors import BundleError, CodecError
 from fleet_core.base.moving import EVERYTHING, MIRRORED, Moving
 from fleet_core.base.trees import Params
 from fleet_core.protocol import chunks
+from fleet_core.protocol.messages import ID
 
 MODEL_GROUPS = ("body", "head")
 GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
@@ -41,6 +42,20 @@ class InputSpec:
 
 
 @dataclass(frozen=True)
+class Backbone:
+    """A frozen network that makes features of raw samples; the model's input are these features.
+
+    id: the first 32 hex digits of the sha256 of its file (``fleet_core.backbone.backbone_file``). name: of what it was
+    made from, for people. input: a raw sample. width: features of a sample.
+    """
+
+    id: str = field(metadata={"pattern": ID})
+    name: str = field(metadata={"max_length": 200})
+    input: InputSpec
+    width: int = field(metadata={"min": 1, "max": 1_000_000})
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One named array: its group and shape."""
 
@@ -57,7 +72,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Layout:
     """model: a name in ``fleet_core.learning.models`` or ``package.module:build``. options: its keyword arguments.
-    classes: names in the order of the labels. embedding: width D of the representation that Proto compares."""
+    classes: names in the order of the labels. embedding: width D of the representation that Proto compares. backbone:
+    what makes the model's input of raw samples; None for a model that takes raw samples itself."""
 
     model: str = field(metadata={"max_length": 200})
     input: InputSpec
@@ -65,6 +81,12 @@ class Layout:
     embedding: int = field(metadata={"min": 1, "max": 1_000_000})
     tensors: tuple[TensorSpec, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
+    backbone: Backbone | None = field(default=None, metadata={"sparse": True})
+
+    @property
+    def sample(self) -> InputSpec:
+        """A raw sample, as users send it."""
+        return self.input if self.backbone is None else self.backbone.input
 
     @cached_property
     def hash(self) -> str:

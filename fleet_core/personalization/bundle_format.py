@@ -6,6 +6,7 @@
     rates.safetensors         learned rates (Meta-SGD), as ``rates/group.name``; always fp32
     embed.onnx, predict.onnx, adapt.onnx    the graphs of ``fleet_core.model.graph_bundle``, their parameters external
     embed-int8.onnx           the quantized encoder, including its weights
+    backbone.safetensors      the frozen backbone, if the model has one (``fleet_core.backbone.backbone_file``)
     golden.npz                golden inputs and outputs of ``fleet_core.model.graph_bundle``
 
 A bundle is a folder, or one file whose name ends in ``.bundle``: a safetensors container with each of these files as a
@@ -31,8 +32,9 @@ from fleet_core.protocol.round_messages import MethodRef
 FORMAT = 1
 SIGNED_AS = b"metafleet bundle 1\n"
 """The signed text is this prefix and the manifest, so that the signature is valid for nothing else."""
-MANIFEST, SIGNATURE, WEIGHTS, RATES, GOLDEN, INT8 = (
+MANIFEST, SIGNATURE, WEIGHTS, RATES, GOLDEN, INT8, BACKBONE = (
     "manifest.json", "manifest.sig", "weights.safetensors", "rates.safetensors", "golden.npz", "embed-int8.onnx",
+    "backbone.safetensors",
 )  # fmt: skip
 GRAPHS = {kind: f"{kind}.onnx" for kind in (*GRAPH_GROUPS, "adapt")}
 STORED = {"fp32": "float32", "fp16": "float16"}
@@ -40,6 +42,7 @@ STORED = {"fp32": "float32", "fp16": "float16"}
 
 LIMITS: Mapping[str, int] = {
     MANIFEST: 8 << 20, SIGNATURE: 1 << 10, WEIGHTS: 1 << 30, RATES: 1 << 30, GOLDEN: 64 << 20, INT8: 1 << 29,
+    BACKBONE: 1 << 29,
     **dict.fromkeys(GRAPHS.values(), 64 << 20),
 }  # fmt: skip
 """The largest size in bytes of each file of a bundle."""
@@ -106,6 +109,7 @@ class Manifest:
 class Bundle:
     """A bundle in memory. params: the served model's groups, including ``rates`` where they are learned; the initial
     values of groups that a device keeps are in ``graph.first``. int8: the quantized encoder, empty when there is none.
+    backbone: its file, empty when the model has none.
     signed: it was read, and signed with the key that its manifest names.
     """
 
@@ -114,6 +118,7 @@ class Bundle:
     params: Params
     int8: bytes = b""
     signed: bool = field(default=False, compare=False)
+    backbone: bytes = b""
 
     @property
     def method(self) -> Method:

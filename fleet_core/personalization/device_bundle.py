@@ -22,12 +22,14 @@ import numpy as np
 
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.algorithms.plugins import OR_INSTALL
+from fleet_core.backbone import backbone_file
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError, CodecError, ConfigError, FleetError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.model import golden, graph_bundle, payloads
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization.bundle_format import (
+    BACKBONE,
     FORMAT,
     GOLDEN,
     GRAPHS,
@@ -132,6 +134,8 @@ def _files(made: Bundle) -> dict[str, bytes]:
         files[GRAPHS["adapt"]] = made.graph.adapt
     if made.int8:
         files[INT8] = made.int8
+    if made.backbone:
+        files[BACKBONE] = made.backbone
     files[GOLDEN] = golden.pack(made.graph.golden)
     known = {name: FileInfo(len(data), hashlib.sha256(data).hexdigest()) for name, data in sorted(files.items())}
     return {MANIFEST: _manifest_bytes(replace(made.manifest, files=known)), **files}
@@ -229,7 +233,8 @@ def _parse(
     model, own = _weights(files[WEIGHTS], manifest)
     arrays |= {f"first/{key}": array for key, array in storage.flatten(own).items()}
     graph = graph_bundle.assemble(manifest.layout, manifest.graph, arrays)
-    found = Bundle(manifest, graph, {**model, **_rates(files, manifest)}, files.get(INT8, b""), signature is not None)
+    found = Bundle(manifest, graph, {**model, **_rates(files, manifest)}, files.get(INT8, b""), signature is not None,
+                   files.get(BACKBONE, b""))
     _check_method(found, where)
     return found
 
@@ -276,7 +281,7 @@ def _check_signature(signature: bytes, manifest: bytes, key: str, where: str) ->
 
 def _check_files(files: Mapping[str, bytes], manifest: Manifest, where: str) -> None:
     adds = {RATES: "rates" in METHODS[manifest.method.name].shared, INT8: manifest.int8 is not None,
-            GRAPHS["adapt"]: manifest.graph.adapt is not None}
+            GRAPHS["adapt"]: manifest.graph.adapt is not None, BACKBONE: manifest.layout.backbone is not None}
     wanted = {WEIGHTS, GOLDEN, *(name for name, there in adds.items() if there)}
     wanted |= {GRAPHS[kind] for kind in METHODS[manifest.method.name].graphs}
     listed = set(manifest.files)
@@ -321,5 +326,8 @@ def _check_method(found: Bundle, where: str) -> None:
     identity = payloads.identity(found.params)
     if identity != manifest.model.id:
         raise BundleError(f"the weights are {identity}", where=f"{where}/{WEIGHTS}", expected=manifest.model.id)
+    backbone = manifest.layout.backbone
+    if backbone is not None and backbone_file.described(found.backbone, f"{where}/{BACKBONE}").id != backbone.id:
+        raise BundleError("is not the layout's backbone", where=f"{where}/{BACKBONE}", expected=backbone.id)
     if found.hyper is None:
         raise BundleError("the method has no hyper-parameters", where=f"{where}/{MANIFEST}")

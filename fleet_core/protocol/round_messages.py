@@ -106,7 +106,8 @@ class Manifest:
     open: whether updates are being collected. exp: Unix ms after which the manifest is void. per_device (``given`` on
     the wire): a ``PerDevice`` list of what each device of the cohort alone receives; None for most methods. train: the
     arrays that the round trains, as places in the layout (``Layout.places``); None for all. steps: the graph ``train``
-    (``fleet_core.model.train_graph``), for devices that train without torch; None: there is none.
+    (``fleet_core.model.train_graph``), for devices that train without torch; None: there is none. backbone: the file of
+    the layout's backbone; None for a layout without one.
     """
 
     v: int
@@ -129,10 +130,11 @@ class Manifest:
     per_device: Blob | None = field(default=None, metadata={"key": "given"})
     train: str | None = field(default=None, metadata=PLACES)
     steps: Blob | None = None
+    backbone: Blob | None = field(default=None, metadata={"sparse": True})
 
     def blobs(self) -> list[Blob]:
         """Every blob that the manifest names."""
-        single = [self.graph, self.steps, self.per_device, *(record.blob for record in self.counted)]
+        single = [self.graph, self.steps, self.backbone, self.per_device, *(record.blob for record in self.counted)]
         models = [model for model in (self.model, self.serve) if model is not None]
         return [blob for blob in single if blob is not None] + [blob for model in models for blob in model.blobs()]
 

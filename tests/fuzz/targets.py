@@ -31,6 +31,8 @@ from edge_agent.http.http_messages import Head, Refused, Request
 from edge_agent.http.tensors import Form
 from firmware_profiles.package import device_file
 from firmware_profiles.ssh import inventory
+from fleet_core.backbone import backbone_file
+from fleet_core.backbone.backbone_file import BackboneFile, BackboneInfo
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import FleetError
 from fleet_core.board import profile
@@ -191,6 +193,13 @@ def _train_graph() -> train_graph.TrainGraph:
     return dataclasses.replace(graph, graphs={kind: b"g" for kind in graph.graphs})
 
 
+def _backbone() -> bytes:
+    """As above: without an ONNX file that anybody opens."""
+    info = BackboneInfo(1, "b", "z", InputSpec((2,)), 3, 0.01, 10, 18, "1.23.2")
+    golden = {"x": np.ones((1, 2), np.float32), "z": np.ones((1, 3), np.float32)}
+    return backbone_file.pack(BackboneFile(info, b"g", golden))
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +315,7 @@ TARGETS: dict[str, Target] = {
     "fleet-keys": Target(_file(fleet_keys.FILE, _kept_links), lambda: [json.dumps({"links": LINKS}).encode()]),
     "safetensors": Target(lambda data: storage.unpack(data), _safetensors),
     "bundle": Target(graph_bundle.unpack, lambda: [graph_bundle.pack(_plain())]),
+    "backbone": Target(backbone_file.parsed, lambda: [_backbone()]),
     "train-graph": Target(
         lambda data: train_graph.unpack(data, toy_layout()), lambda: [train_graph.pack(_train_graph())]
     ),

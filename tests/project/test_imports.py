@@ -37,7 +37,7 @@ HOMES = {
     "torch": TORCH_HOMES,
     "onnx": ("export/",),
     "onnxscript": ("export/",),
-    "onnxruntime": ("export/", "edge_agent/compute/onnx_session.py"),
+    "onnxruntime": ("export/", "fleet_core/backbone/onnx_runtime.py"),
     "paho": ("fleet_core/link/",),
     "matplotlib": ("cloud_server/laboratory/compare/comparison_charts.py",),
     "ray": ("cloud_server/laboratory/run/executors.py",),
@@ -353,7 +353,7 @@ def test_heavy_modules_at_home_and_in_annotations_pass(tmp_path: Path) -> None:
         {
             "fleet_core/learning/models": "import torch",
             "edge_agent/compute/trainer": "import torch",
-            "edge_agent/compute/onnx_session": "import onnxruntime",
+            "fleet_core/backbone/onnx_runtime": "import onnxruntime",
             "fleet_core/link/mqtt": "import paho.mqtt.client",
             "fleet_core/layout": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         },
@@ -428,7 +428,9 @@ print(len(shown), *{"numpy", "cryptography", "paho", "torch", "onnxruntime"} & s
     assert heavy == []
 
 
-@pytest.mark.parametrize("start", ["import edge_agent.compute.onnx_session as s; s.runtime()", "import export.gate"])
+@pytest.mark.parametrize(
+    "start", ["from fleet_core.backbone import onnx_runtime as s; s.runtime()", "import export.gate"]
+)
 def test_onnxruntimes_telemetry_is_disabled_before_it_is_imported(start):
     program = f"""
 import os, sys

@@ -57,7 +57,8 @@ class DataSection:
     ``resize.size_of``. limit: number of samples,
     drawn with the partition's seed; 0 for all. options: options of the set ``synthetic``. scale, mean, std: scaling of
     the model's input, instead of the set's own. standardize: instead of these three, scale each feature to mean 0 and
-    deviation 1 over all samples of all devices, which a fleet cannot do."""
+    deviation 1 over all samples of all devices, which a fleet cannot do. backbone: a file of 'metafleet backbone make',
+    whose features are the samples of every device."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
@@ -71,6 +72,7 @@ class DataSection:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     standardize: bool = False
+    backbone: str | None = field(default=None, metadata={"max_length": 4096, "sparse": True})
 
 
 @dataclass(frozen=True)

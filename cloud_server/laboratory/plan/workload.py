@@ -13,6 +13,7 @@ from cloud_server.laboratory.plan.experiment import SYNTHETIC, Experiment, Run
 from fleet_core.algorithms.interface import EPISODIC, Method
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, shortened
+from fleet_core.board import probe
 from fleet_core.data import model_input
 from fleet_core.data.partitions import (
     PARTITIONS,
@@ -34,6 +35,7 @@ from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
 
 TIME = "time"
+FEATURES_BYTES = 4 << 30
 WITHIN = 0.75  # share of the training samples, if the partition has no such option
 Array = np.ndarray[Any, Any]
 
@@ -201,6 +203,8 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
         train, test, spec = named.train, named.test, named.entry.input_spec
     if section.options and section.set != SYNTHETIC:
         raise ConfigError("data.options are for the synthetic set")
+    if section.backbone is not None:
+        train, test, spec = _features(Path(section.backbone), _limited(train, experiment), test)
     if section.standardize:
         train, test, spec = standardized(train, test)
     spec = replace(
@@ -209,10 +213,24 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
         mean=spec.mean if section.mean is None else section.mean,
         std=spec.std if section.std is None else section.std,
     )
-    if section.limit and section.limit < len(train):
-        rng = np.random.default_rng(experiment.partition.seed)
-        train = train.take(np.sort(rng.permutation(len(train))[: section.limit]))
-    return train, test, spec
+    return _limited(train, experiment), test, spec
+
+
+def _limited(train: Samples, experiment: Experiment) -> Samples:
+    limit = experiment.data.limit
+    if not 0 < limit < len(train):
+        return train
+    rng = np.random.default_rng(experiment.partition.seed)
+    return train.take(np.sort(rng.permutation(len(train))[:limit]))
+
+
+def _features(path: Path, train: Samples, test: Samples | None) -> tuple[Samples, Samples | None, InputSpec]:
+    """Features of all samples, as devices compute them; kept beside the backbone's file for the next run."""
+    from fleet_core.backbone import features
+
+    found = features.of_file(path, threads=probe.cores(), quota=FEATURES_BYTES)
+    made = found.samples(train)
+    return made, None if test is None else found.samples(test), features.input_of(made.x)
 
 
 def standardized(train: Samples, test: Samples | None) -> tuple[Samples, Samples | None, InputSpec]:

@@ -19,10 +19,11 @@ from cloud_server.ledger.ledger import Ledger
 from firmware_profiles.image import block_device, partition_files
 from firmware_profiles.package import board_needs, program
 from firmware_profiles.package.progress_line import Progress, span
+from fleet_core.backbone import backbone_file
 from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.board import catalogue
 from fleet_core.protocol import enrolment_token
-from tests.support import disks, wheels
+from tests.support import backbones, disks, wheels
 from tests.support.disks import MIB
 from tests.support.loopback_board import random_program
 from tests.support.pki import lab_fleet
@@ -361,3 +362,14 @@ def test_what_a_plan_does_not_hold_cannot_be_shown(desk):
     assert set(secret.data) == {ord("*")}
     assert dataclasses.replace(secret).secret
     assert partition_files.ON_FAT == "metafleet/program.tar.gz"
+
+
+def test_the_fleets_backbone_is_flashed_too(desk):
+    found = backbone_file.described(backbones.write(desk / "lab" / backbone_file.NAME))
+    made = prepare_flash.prepare(device(desk))
+    model = dataclasses.replace(made.fleet.config.model, backbone=found)
+    fleet = dataclasses.replace(made.fleet, config=dataclasses.replace(made.fleet.config, model=model))
+    made = dataclasses.replace(made, fleet=fleet)
+    packed = prepare_flash.package_of(made, program.make(made.machine, say=print), None)
+    file = next(file for file in packed.files if file.path == f"home/backbone-{found.id}.safetensors")
+    assert backbone_file.identity(file.data) == found.id

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_server.choices import first_settings
 from cloud_server.commands import cli, lab
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.advise import model_trial, simple_baselines
@@ -236,11 +237,11 @@ def test_init_writes_the_chosen_model_shows_the_table_and_keeps_the_fleet_the_se
 
 
 def test_nothing_is_tried_for_a_named_model_or_set_or_without_trial_unless_it_is_requested() -> None:
-    assert cli._wants_trial("mine.npz", None, None)
-    assert not cli._wants_trial("mine.npz", "mlp", None)
-    assert not cli._wants_trial("mine.npz", None, False)
-    assert not cli._wants_trial("heartbeat", None, None)
-    assert cli._wants_trial("heartbeat", None, True)
+    assert first_settings.wants_trial("mine.npz", None, None)
+    assert not first_settings.wants_trial("mine.npz", "mlp", None)
+    assert not first_settings.wants_trial("mine.npz", None, False)
+    assert not first_settings.wants_trial("heartbeat", None, None)
+    assert first_settings.wants_trial("heartbeat", None, True)
 
 
 def test_when_nothing_is_tried_the_reason_is_reported(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
