@@ -1,0 +1,57 @@
+"""The soak: its page is what its result gives, what counts as growth, and a short run of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks import markdown
+from benchmarks.soak import churn, page
+from benchmarks.soak.growth import Sample, growth
+from tests.support.brokers import NEEDS_MOSQUITTO
+
+FOLDER = page.TEMPLATE.parent
+
+
+def samples(per_round: float, *, lives: int = 1, rounds: int = 200) -> list[Sample]:
+    """A figure of about 100 with noise, that begins anew with each life."""
+    draw, each = random.Random(0), rounds // lives
+    return [Sample(n, n // each, 100 + per_round * (n % each) + draw.uniform(-1, 1)) for n in range(rounds)]
+
+
+def test_the_page_is_what_the_result_gives() -> None:
+    text, result = page.TEMPLATE.read_text(encoding="utf-8"), json.loads((FOLDER / "result.json").read_text())
+    assert markdown.filled(text, page.tables(result)) == text
+    assert result["rounds"] == result["planned"]
+
+
+@pytest.mark.parametrize("lives", [1, 4])
+def test_what_grows_is_named(lives: int) -> None:
+    found = growth(samples(0.1, lives=lives), 50)
+    assert found.per_100 == pytest.approx(10, rel=0.2)
+    assert found.grows
+
+
+@pytest.mark.parametrize("per_round", [0.0, 0.005, -0.1])
+def test_noise_little_and_a_fall_are_no_growth(per_round: float) -> None:
+    assert not growth(samples(per_round), 50).grows
+
+
+def test_lives_that_are_too_short_have_no_slope() -> None:
+    found = growth(samples(0.1, lives=40), 50)
+    assert (found.per_100, found.grows, found.samples) == (None, False, 0)
+
+
+@NEEDS_MOSQUITTO
+@pytest.mark.slow
+def test_a_short_run_measures_every_figure_and_nothing_ends_by_itself(tmp_path: Path) -> None:
+    said: list[str] = []
+    result = churn.soak(tmp_path, rounds=12, minutes=1, warm_up=4, say=said.append, write=lambda _: None)
+    assert result["rounds"] > 2
+    names = {name for names in (names for _, names in page.PANELS) for name in names}
+    assert names <= result["series"].keys()
+    assert all(points[-1][2] > 0 for name, points in result["series"].items() if name in names)
+    page.tables(result)
