@@ -90,7 +90,8 @@ def test_each_kind_is_found_and_no_other(fleet: Fleet, ledger: Ledger) -> None:
     assert refused["refused"].devices == ("d1",)
     assert "an update of norm 900" in refused["refused"].text
     assert set(refused) == {"refused"}
-    ledger.put(device("d1"), update(3, "d1", "counted"), device("d5", state="on", capabilities={"moved": 40}),
+    ledger.put(Round(round=3, opened_at=NOW), update(3, "d1", "counted"))
+    ledger.put(device("d5", state="on", capabilities={"moved": 40}),
                device("d6", state="on", capabilities={"moved": 3}, status="revoked"))
     found = kinds(fleet, ledger)
     assert {kind: alert.devices for kind, alert in found.items()} == {"drift": ("d5",)}

@@ -18,7 +18,7 @@ from edge_agent.device.slots import Slots
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
-from edge_agent.inference import relearn
+from edge_agent.inference import drift, relearn
 from edge_agent.inference.service import Service
 from edge_agent.inference.worse_model_check import WorseModel
 from fleet_core.algorithms.methods.registry import METHODS
@@ -52,10 +52,10 @@ def wrong(number: int = 100) -> tuple[Array, list[str]]:
 
 
 def held(service: Service) -> dict[str, bytes]:
-    """Every file of the device except the locks."""
+    """Every file of the device except the locks and the sums over its answers."""
     home = service.slots.folder.parent
     return {str(path.relative_to(home)): path.read_bytes() for path in sorted(home.rglob("*"))
-            if path.is_file() and path.suffix}
+            if path.is_file() and path.suffix and path.name != drift.FILE}
 
 
 def accuracy(service: Service) -> float:
