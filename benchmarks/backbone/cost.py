@@ -58,7 +58,7 @@ def measured(folder: Path, method_name: str, backbone: str) -> dict[str, float]:
         train_one(GraphEngine(opened), method, layout, broadcast, Participant({}, x, y, np.random.default_rng(number)),
                   hyper, lambda done, steps: None)
         times.append(time.perf_counter() - began)
-    return {**found, "round_s": min(times), "peak_mib": peak_mib(), "parameters": layout.parameters(("body", "head"))}
+    return {**found, "round_s": min(times), "peak_mib": peak_mib(), "parameters": layout.parameters(method.shared)}
 
 
 def features_raw(folder: Path) -> Any:
