@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from edge_agent.compute.onnx_session import open_function
-from edge_agent.compute.training_jobs import peak_mib
 from fleet_core.algorithms.interface import Payload, read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.backbone.features import of_file
@@ -27,6 +26,12 @@ from fleet_core.training.local_round import train_one
 from fleet_core.training.round_plans import Participant
 
 ROUNDS = 5
+
+
+def peak_mib() -> float:
+    """The most memory of this program; what getrusage says may be of the process that started it."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM:"))
 
 
 def measured(folder: Path, method_name: str, backbone: str) -> dict[str, float]:
@@ -58,7 +63,7 @@ def measured(folder: Path, method_name: str, backbone: str) -> dict[str, float]:
         train_one(GraphEngine(opened), method, layout, broadcast, Participant({}, x, y, np.random.default_rng(number)),
                   hyper, lambda done, steps: None)
         times.append(time.perf_counter() - began)
-    return {**found, "round_s": min(times), "peak_mib": peak_mib(), "parameters": layout.parameters(("body", "head"))}
+    return {**found, "round_s": min(times), "peak_mib": peak_mib(), "parameters": layout.parameters(method.shared)}
 
 
 def features_raw(folder: Path) -> Any:

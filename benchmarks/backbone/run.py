@@ -35,10 +35,10 @@ from export.train import export_train
 from fleet_core.algorithms.interface import read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.backbone import backbone_file
-from fleet_core.base import processes, storage
+from fleet_core.base import processes, storage, trees
 from fleet_core.data.samples import Samples, save
 from fleet_core.learning import models
-from fleet_core.model import train_graph
+from fleet_core.model import payloads, train_graph
 
 HERE = Path(__file__).parent
 NAMES, WAYS = ("pfldyn-proto",), ("whole", "tuned", "backbone")
@@ -76,34 +76,31 @@ def ended(asked: experiments.Experiment, out: Path) -> Iterator[tuple[experiment
         yield run, Store(out / run.name).result()
 
 
-def row(runs: Path, way: str, method: str) -> dict[str, Any]:
+def accuracy(runs: Path, way: str, method: str) -> dict[str, Any]:
+    """Of the devices' later drawings, by seed, at the rate that did best in the trial."""
     trial = experiment(runs, way, method, None)
     tried = [(result["evaluated"]["accuracy"], run.hyper.client_lr)
              for run, result in ended(trial, runs / f"{way}-{method}-trial")]
     rate = max(tried)[1]
     results = [result for _, result in ended(experiment(runs, way, method, rate), runs / f"{way}-{method}")]
-    later = [one for result in results for one in result["rounds"][1:]]
     return {
-        "way": way, "method": method, "rate": rate, "trial": sorted(tried),
-        "accuracy": [result["evaluated"]["accuracy"] for result in results],
+        "rate": rate, "trial": sorted(tried), "accuracy": [result["evaluated"]["accuracy"] for result in results],
         "by_round": [[(one["round"], one["accuracy"]["mean"]) for one in result["rounds"] if one.get("accuracy")]
                      for result in results],
-        "bytes": {side: mean(one["payload_bytes"][side] / one["participants"] for one in later)
-                  for side in ("up", "down")},
-        "flops": mean(one["flops"] / one["participants"] for one in later),
-        **device(runs, way, method, rate),
+        "flops": mean(one["flops"] / one["participants"] for result in results for one in result["rounds"][1:]),
     }
 
 
-def device(runs: Path, way: str, method: str, rate: float) -> dict[str, Any]:
-    """What a round costs one device, measured."""
-    asked = experiment(runs, way, method, rate)
+def device(runs: Path, way: str, method: str) -> dict[str, Any]:
+    """What a round costs one device: memory and seconds, measured, and the bytes of the model and of an update."""
+    asked = experiment(runs, way, method, RATES[0])
     made = workload.build(asked)
     folder = runs / f"{way}-{method}-device"
     folder.mkdir(exist_ok=True)
     layout = workload.layout_of(asked, made)
     hyper, _ = read_hyper(METHODS[method], asked.method[0].hyper)
-    graph = export_train(layout, METHODS[method], hyper, models.initial(layout, 0))
+    first = models.initial(layout, 0)
+    graph = export_train(layout, METHODS[method], hyper, first)
     (folder / "layout.json").write_text(layout.to_json())
     (folder / "train.safetensors").write_bytes(train_graph.pack(graph))
     (folder / "hyper.json").write_text(json.dumps(dict(asked.method[0].hyper)))
@@ -116,7 +113,9 @@ def device(runs: Path, way: str, method: str, rate: float) -> dict[str, Any]:
         storage.write_atomic(Path(copy), (runs / "backbone.safetensors").read_bytes())
         for left in ("features", "providers.json"):
             (folder / f"backbone.{left}").unlink(missing_ok=True)
-    return {"device": {**cost.launched(folder, method, copy), "samples": len(rows)}}
+    sent = len(payloads.encode("int8", trees.only(first, METHODS[method].shared)))
+    return {"way": way, "method": method, "bytes": sent,
+            "device": {**cost.launched(folder, method, copy), "samples": len(rows)}}
 
 
 def compute(runs: Path, minutes: float) -> None:
@@ -129,14 +128,14 @@ def compute(runs: Path, minutes: float) -> None:
         save(runs / "devices.npz", Samples(x, y, classes=tuple(f"c{k}" for k in range(len(train.ON_DEVICES)))))
     data = (runs / "backbone.safetensors").read_bytes()
     about = {**json.loads(facts.read_text()), "bytes": len(data), "width": backbone_file.described(data).width}
-    rows: list[dict[str, Any]] = []
-    for method in NAMES:
-        for way in reversed(WAYS):
-            if time.monotonic() > until:
-                return processes.say("the time is over; the same command goes on")
-            rows.append(row(runs, way, method))
-            processes.say(json.dumps(rows[-1]))
-            write(about, rows)
+    rows = [device(runs, way, method) for method in NAMES for way in WAYS]
+    write(about, rows)
+    for place, one in enumerate(rows if minutes > 0 else ()):
+        if time.monotonic() > until:
+            return processes.say("the time is over; the same command goes on")
+        rows[place] = one | accuracy(runs, one["way"], one["method"])
+        processes.say(json.dumps(rows[place]))
+        write(about, rows)
     return None
 
 
@@ -149,23 +148,20 @@ def write(about: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ("method", "what is trained", "accuracy", "by seed", "bytes up, down", "MFLOP", "ms", "peak MiB",
-             "parameters")
-    return markdown.table(heads, (line(one) for one in sorted(rows, key=lambda one: (one["method"], one["way"]))))
+    heads = ("what is trained", "parameters", "bytes each way", "ms a round", "peak MiB", "accuracy, by seed")
+    return markdown.table(heads, map(line, rows))
 
 
 def line(one: dict[str, Any]) -> tuple[str, ...]:
-    spread = ", ".join(f"{share:.3f}" for share in one["accuracy"])
-    up, down = one["bytes"]["up"], one["bytes"]["down"]
-    return (f"`{one['method']}`", one["way"], f"{mean(one['accuracy']):.3f}", spread, f"{up:,.0f}, {down:,.0f}",
-            f"{one['flops'] / 1e6:,.1f}", f"{one['device']['round_s'] * 1000:,.1f}",
-            f"{one['device']['peak_mib']:,.0f}", f"{one['device']['parameters']:,}")
+    measured = one["device"]
+    return (one["way"], f"{measured['parameters']:,}", f"{one['bytes']:,}", f"{measured['round_s'] * 1000:,.0f}",
+            f"{measured['peak_mib']:,.0f}", ", ".join(f"{share:.3f}" for share in one.get("accuracy", ())) or "not run")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--minutes", type=float, default=20.0, help="no new row is begun after this time")
+    parser.add_argument("--minutes", type=float, default=20.0, help="no new accuracy is begun after this time; 0: none")
     options = parser.parse_args()
     try:
         compute(options.runs, options.minutes)
