@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ def status(home: Path, as_json: bool) -> None:
         facts["drift"] = {"answered": watched.sums.answered, "moved_at": watched.sums.moved_at, "since": watched.since}
     if as_json:
         return terminal.show(facts)
-    said = {**facts, **({"drift": _drift_text(facts["drift"])} if "drift" in facts else {})}
+    said = facts | ({"drift": _drift_text(facts["drift"])} if "drift" in facts else {})
+    said |= {"auto": _auto_text(facts["auto"])} if "auto" in facts else {}
     terminal.table([(key, _text(value)) for key, value in said.items()], ("what", "value"))
 
 
@@ -63,6 +64,8 @@ def _personalization_facts(slots: Slots, settings: Settings) -> dict[str, Any]:
     facts: dict[str, Any] = {"personalize_by": choice.by, "personalized": personal is not None}
     if personal is not None:
         facts |= {"personalization": personal.how, "graph": personal.graph}
+        if "auto" in personal.settings:
+            facts["auto"] = personal.settings["auto"]
     if back is not None:
         facts["rolled_back"] = {"round": back.round, "id": back.model, "why": back.why}
     return facts
@@ -88,6 +91,8 @@ def personalize(
         "samples_there": done.of, "left_out": done.left_out, "per_class": done.per_class,
         "graph": service.graph_that_answers,
     }
+    if done.auto:
+        facts["auto"] = done.auto
     after = service.held_back_accuracy()
     if after is not None:
         facts["held_back"] = {"samples": after[0], "accuracy": after[1],
@@ -104,6 +109,8 @@ def _print_personalized(facts: dict[str, Any]) -> None:
     on = f" on {number}{of} samples ({classes})" if number else ""
     graph = ", embedded in int8" if facts["graph"] == "embed-int8" else ""
     print(f"personalized by {facts['personalization']}{on}{graph}, meta-model of round {facts['round']}")
+    if "auto" in facts:
+        print(_auto_text(facts["auto"]))
     if facts["left_out"]:
         print(f"{facts['left_out']} samples of this device's own classes are left out: this personalizer cannot learn "
               "them")
@@ -221,6 +228,15 @@ def drop(home: Path, number: int) -> None:
                 marked.save(service.slots.path(slot, "personal"))
     print(f"{number} samples dropped, {left} added samples are left")
     processes.say("answers change with the next personalization: edge-agent personalize")
+
+
+def _auto_text(auto: Mapping[str, Any]) -> str:
+    """What ``auto`` chose and by which figures, as a sentence. auto: a ``Choice`` as plain values."""
+    judged = sorted(auto["judged"].items(), key=lambda item: -item[1]["accuracy"])
+    if not judged:
+        return f"kept {auto['way']}: too few labelled samples to compare ways ({auto['samples']} could be judged)"
+    figures = ", ".join(f"{way} {one['accuracy']:.3f}" for way, one in judged)
+    return f"chose {auto['way']} by cross-validated accuracy on {auto['samples']} of its own samples: {figures}"
 
 
 def _text(value: Any) -> str:

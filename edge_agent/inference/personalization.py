@@ -21,6 +21,7 @@ import numpy as np
 
 from edge_agent.compute.onnx_session import Session, open_kind, open_session
 from edge_agent.device.state import FORMAT, MAX_STATE_BYTES, Weights
+from edge_agent.inference.chosen_plan import chosen_plan, needs_head
 from edge_agent.inference.embedded_support import Embed, Support
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.predictor import Predictor, UnknownDetector, widened
@@ -45,7 +46,8 @@ AGAIN = "personalize again"
 
 @dataclass(frozen=True, eq=False)
 class Personalization:
-    """how: ``proto``, ``head``, ``knn``, ``gp``, or the personalizer that took gradient steps. model, round: id and
+    """how: ``proto``, ``head``, ``knn``, ``gp``, the personalizer that took gradient steps, or ``none`` if the device
+    itself chose to answer with the served model as it is. model, round: id and
     round of the served model that it was made for; it is invalid with any other. classes: names of the labels, the
     fleet's first. settings: plain values that answering needs."""
 
@@ -111,7 +113,8 @@ def from_samples(
     plan: Plan, graph: Graph, weights: Weights, samples: Samples, cached: Personalization | None = None, *,
     quantile: float, int8: bytes = b"",
 ) -> Personalization:
-    """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples.
+    """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples; or by the
+    one of ``plan.candidates`` that answers them best, with the figures in ``settings["auto"]``.
 
     cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: sets
     the threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
@@ -123,13 +126,24 @@ def from_samples(
         encoder.run, samples.x, samples.y, cached.support if cached is not None and same_encoder else None
     )
     classes = samples.classes or graph.layout.classes
+    head_SN = None
+    if any(map(needs_head, plan.candidates)) or (plan.kind == "knn" and plan.mixture is None):
+        head_SN = _of_fleets_head(graph, weights, samples, len(classes))
+    auto: dict[str, Any] = {}
+    if plan.candidates:
+        plan, choice = chosen_plan(plan, support.z, support.y, len(classes), head_SN)
+        auto = {"auto": schema.plain(choice)}
     settings = {"distance": plan.distance, "neighbours": plan.neighbours, "mixture": plan.mixture, "steps": plan.steps,
-                "quantile": quantile, "int8": bool(int8)}
+                "quantile": quantile, "int8": bool(int8), **auto}
     if plan.gaussian is not None:
         settings["gaussian"] = schema.plain(plan.gaussian)
     if plan.kind == "knn":
-        settings["share"] = _neighbours_share(plan, graph, weights, samples, support, len(classes))
-    return _fitted(Personalization(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
+        of_head = np.zeros((len(support.y), len(classes)), np.float32) if head_SN is None else head_SN
+        settings["share"] = Neighbours.of(support.z, support.y, of_head, plan.neighbours, plan.mixture).share
+    personal = Personalization(plan.kind, weights.model, weights.round, classes, {}, settings)
+    if plan.kind == "none":
+        return replace(personal, classes=graph.layout.classes, arrays=support.arrays())
+    return _fitted(personal, support, None)
 
 
 def open_encoder(graph: Graph, weights: Weights, int8: bytes = b"") -> Session:
@@ -140,15 +154,10 @@ def open_encoder(graph: Graph, weights: Weights, int8: bytes = b"") -> Session:
     return open_kind(graph, "embed", trees.only(weights.params, ("body",)))
 
 
-def _neighbours_share(
-    plan: Plan, graph: Graph, weights: Weights, samples: Samples, support: Support, n_classes: int
-) -> float:
-    """The weight of the neighbours against the head in the answer."""
-    if plan.mixture is not None:
-        return plan.mixture
+def _of_fleets_head(graph: Graph, weights: Weights, samples: Samples, n_classes: int) -> Array:
+    """The probabilities [S, N] of the served model's head; 0 for the device's own classes."""
     head = open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
-    of_head = widened(softmax(head.run(samples.x)), n_classes)
-    return Neighbours.of(support.z, support.y, of_head, plan.neighbours, None).share
+    return widened(softmax(head.run(samples.x)), n_classes)
 
 
 def extended(personal: Personalization, embed: Embed, new: Samples) -> Personalization | None:

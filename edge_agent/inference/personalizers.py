@@ -20,7 +20,7 @@ from fleet_core.personalization.gradient_steps import Steps, steps_of, trains
 ON_SHARED_ENCODER = ("proto", "head", "knn")
 """Personalizers that a user can choose wherever the fleet shares the encoder."""
 
-EMBEDS = (*ON_SHARED_ENCODER, "gp")
+EMBEDS = (*ON_SHARED_ENCODER, "gp", "auto")
 """Personalizers that need embedded samples only. They can learn classes that the fleet does not have."""
 
 NEIGHBOURS = 10
@@ -31,12 +31,13 @@ HEAD_STEPS = 50
 class Plan:
     """How to personalize.
 
-    kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``steps``: gradient steps by the graph ``adapt``; ``trainer``:
+    kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``auto``: one of ``candidates``;
+    ``steps``: gradient steps by the graph ``adapt``; ``trainer``:
     gradient steps by torch; ``left``: the method's own personalizer cannot run here.
     how: the personalizer's name in answers.
     steps, rate: number and learning rate of gradient steps, or the steps of a fitted head; rate None: the fleet learns
     the rates. distance: the distance to class means. neighbours, mixture: options of ``knn``. gaussian: options of
-    Gaussian processes.
+    Gaussian processes. candidates: what ``auto`` chooses from, first the one to keep if the samples are few.
     int8: embed with the quantized encoder if the slot has one.
     """
 
@@ -48,6 +49,7 @@ class Plan:
     neighbours: int = NEIGHBOURS
     mixture: float | None = None
     gaussian: Gaussian | None = None
+    candidates: tuple[Plan, ...] = ()
     int8: bool = False
 
 
@@ -70,7 +72,7 @@ def plan_of(
 
 def possible_choices(method: Method, graph: Graph) -> list[str]:
     """The values of ``[personalize] by`` that work with this method and graph."""
-    named = (*ON_SHARED_ENCODER, "adapt", "none")
+    named = (*ON_SHARED_ENCODER, "adapt", "none", "auto")
     return ["method", *(by for by in named if not _why_impossible(by, method, graph))]
 
 
@@ -100,11 +102,24 @@ def _of_choice(
     if choice.by == "adapt":
         return _gradient_steps(choice, method, hyper, graph)
     _refuse_steps_and_rate(choice)
+    if choice.by == "auto":
+        return Plan("auto", "auto", candidates=_candidates(method, hyper, graph))
     if choice.by == "head":
         return Plan("head", "head", steps=choice.steps or HEAD_STEPS)
     if choice.by == "knn":
         return _knn(method, hyper)
     return Plan(choice.by, choice.by, distance=getattr(hyper, "distance", "squared"))
+
+
+def _candidates(method: Method, hyper: Any, graph: Graph) -> tuple[Plan, ...]:
+    """The plans without gradient steps, first the method's own; if it has none, the served model as it is, or class
+    means."""
+    own = _of_method(Personalize(), method, hyper, graph, trainer=False, trained=False)
+    named = [by for by in ("none", *ON_SHARED_ENCODER) if not _why_impossible(by, method, graph)]
+    plans = [_of_choice(Personalize(by), method, hyper, graph, trainer=False, trained=False) for by in named]
+    if own.kind in EMBEDS:
+        plans = [own, *(plan for plan in plans if plan.kind != own.kind)]
+    return tuple(plans)
 
 
 def _of_method(
@@ -157,7 +172,7 @@ def _refuse_steps_and_rate(choice: Personalize) -> None:
 def _why_impossible(by: str, method: Method, graph: Graph) -> str:
     """Why ``by`` does not work with this method and graph; empty if it does."""
     groups = {tensor.group for tensor in graph.layout.tensors}
-    if by in ON_SHARED_ENCODER:
+    if by in (*ON_SHARED_ENCODER, "auto"):
         if "embed" not in graph.graphs:
             return "the fleet's bundle has no graph 'embed'"
         if not groups - {"head"} <= set(method.shared):

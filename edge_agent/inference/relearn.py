@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ _learning = threading.Lock()
 class Personalized:
     """how: the personalizer. samples: number of samples used. of: number of all samples of these classes. left_out:
     number of samples of the device's own classes, which this personalizer cannot learn. per_class: class -> samples.
+    auto: the figures by which ``auto`` chose, as plain values.
     """
 
     how: str
@@ -48,6 +49,7 @@ class Personalized:
     of: int
     left_out: int
     per_class: dict[str, int]
+    auto: Mapping[str, Any] = field(default_factory=dict)
 
 
 def personalize(service: Service, choice: Personalize | None = None) -> Personalized:
@@ -84,7 +86,8 @@ def _personalized(stored: StoredModels, served: Served, plan: Plan) -> tuple[Per
     every = data.every()
     if plan.kind in EMBEDS:
         personal = stored.personalize_from_samples(plan, served, stored.personalization(served.slot))
-        return personal, Personalized(plan.how, len(every), len(every), 0, _per_class(every))
+        auto = personal.settings.get("auto", {})
+        return personal, Personalized(personal.how, len(every), len(every), 0, _per_class(every), auto)
     graph, name = stored.home.graph_path(served.graph_id), f"slots/{served.slot}/serve"
     done = adapter.run(adapter.job(graph, name, served.weights.model, data, plan.steps, plan.rate))
     if done.error:

@@ -221,7 +221,7 @@ class StoredModels:
         Raises FleetError."""
         self.check_golden_outputs(served.graph_id, served.graph)
         weights, layout = served.weights, served.graph.layout
-        if personal is None:
+        if personal is None or personal.how == "none":
             predictor = unpersonalized or Predictor.head(served.graph, trees.only(weights.params, MODEL_GROUPS))
             return Answering(
                 predictor, weights.model, weights.round, "none", layout, layout.classes, served.slot, "predict"

@@ -96,15 +96,15 @@ class Radio:
     j_per_byte: float | None = field(default=None, metadata={"min": 0, "max": 1})
 
 
-WAYS = ("method", "proto", "head", "knn", "adapt", "none")
+WAYS = ("method", "proto", "head", "knn", "adapt", "none", "auto")
 
 
 @dataclass(frozen=True)
 class Personalize:
     """by: the personalizer: ``method`` (that of the fleet's method), ``proto`` (class means), ``head`` (a head fitted
-    to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps) or ``none``. steps, rate: of gradient
-    steps (steps also of a fitted head), replacing the method's. int8: use the quantized encoder, if the bundle has
-    one."""
+    to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps), ``none``, or ``auto`` (the one
+    without gradient steps that answers the device's own samples best). steps, rate: of gradient steps (steps also of a
+    fitted head), replacing the method's. int8: use the quantized encoder, if the bundle has one."""
 
     by: str = field(default="method", metadata={"choices": WAYS})
     steps: int | None = field(default=None, metadata={"min": 1, "max": 10_000})

@@ -34,7 +34,8 @@ from tests.support.waiting import PATIENCE_S
 
 X = toy(5).x[:6]
 HEADED, HEADLESS = "fedavg-meta", "pfldyn-proto"
-WAYS = ("proto", "head", "knn", "adapt", "none")
+NAMED = ("proto", "head", "knn", "adapt", "none")
+WAYS = (*NAMED, "auto")
 EMBED = ("proto", "head", "knn")
 
 
@@ -117,7 +118,7 @@ def test_steps_and_rate_can_be_chosen(tmp_path: Path) -> None:
     assert np.abs(service.predict(X) - few).max() > 1e-3
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", NAMED)
 def test_a_restart_answers_the_same_and_the_choice_applies_to_later_rounds(tmp_path: Path, way: str) -> None:
     service = device(tmp_path)
     by(service, way)
@@ -216,11 +217,11 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
 
 
 @pytest.mark.parametrize(("method", "way", "words", "working"), [
-    (HEADLESS, "adapt", "has no graph 'adapt'", "method, proto, head, knn"),
-    (HEADLESS, "none", "are no complete model", "method, proto, head, knn"),
-    ("knn-per", "adapt", "has no graph 'adapt'", "method, proto, head, knn, none"),
+    (HEADLESS, "adapt", "has no graph 'adapt'", "method, proto, head, knn, auto"),
+    (HEADLESS, "none", "are no complete model", "method, proto, head, knn, auto"),
+    ("knn-per", "adapt", "has no graph 'adapt'", "method, proto, head, knn, none, auto"),
     ("lg-fedavg", "proto", "each device has its own encoder", "method, adapt"),
-    ("fedper", "none", "are no complete model", "method, proto, head, knn, adapt"),
+    ("fedper", "none", "are no complete model", "method, proto, head, knn, adapt, auto"),
 ])
 def test_an_impossible_personalizer_is_refused_with_the_reason_and_the_possible_ones(
     tmp_path: Path, method: str, way: str, words: str, working: str
@@ -373,7 +374,7 @@ def test_at_the_command_line_a_new_class_needs_an_option(tmp_path: Path) -> None
 # Unknown --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", NAMED)
 def test_samples_of_unknown_classes_are_marked_if_the_setting_is_on(tmp_path: Path, way: str) -> None:
     far = np.concatenate([X, np.full((2, 8), 40, np.float32)])
     service = device(tmp_path, toml="[serve]\nunknown = true\nunknown_quantile = 0.8\n")
