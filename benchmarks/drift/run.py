@@ -99,7 +99,7 @@ SHIFTS: Mapping[str, Shift] = {
     "gain 0.5": lambda x, rng: x / 2,
     "offset": lambda x, rng: x + _deviation(x),
     "channels swapped": lambda x, rng: np.roll(x, 1, axis=1),
-    "noise": lambda x, rng: x + _deviation(x) * rng.normal(size=x.shape).astype(np.float32),
+    "noise": lambda x, rng: x + _deviation(x) * np.asarray(rng.normal(size=x.shape), np.float32),
 }
 OTHER, MIX, NONE = "another device's", "one class alone", "none"
 

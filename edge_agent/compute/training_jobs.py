@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import os
 import resource
-import sys
 import time
 import zlib
 from collections.abc import Mapping
@@ -28,6 +28,7 @@ from fleet_core.base.errors import FleetError, MessageError, RoundError, StateEr
 from fleet_core.data.samples import Samples
 from fleet_core.model.encoded_update import method_state
 from fleet_core.model.layout import Layout
+from fleet_core.power.sensors.cpu import process_peak_mib
 from fleet_core.protocol.round_messages import Manifest
 from fleet_core.training import local_round, personal_round, round_plans
 from fleet_core.training.local_round import Engine, TrainResult
@@ -169,6 +170,7 @@ class Order:
 
 
 def peak_mib() -> float:
-    """The most memory that this process has held; Linux counts in KiB, macOS in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20) if sys.platform == "darwin" else peak / 1024
+    """The most memory that this process has held. On Linux from /proc: what getrusage says there includes the peak of
+    the process that started this one."""
+    held = process_peak_mib(Path("/"), os.getpid())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20) if held is None else held
