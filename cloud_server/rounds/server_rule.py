@@ -112,7 +112,8 @@ class RuleState:
         joined = self._reconciled(len(self._members.members()), leaving=False)
         rule, moving = self._method.server, opened.arrays.moving
         as_received = replace(rule.as_received(joined, trees.widened(opened.published)), round=opened.number)
-        screened = self._screening.screen(updates, self.checkpoint.facts, self.checkpoint.robust, opened.measures)
+        screened = self._screening.screen(updates, self.checkpoint.facts, self.checkpoint.robust, opened.measures,
+                                          model=as_received.model)
         passing = Measured(self._hidden(screened.used), self._skip_below)
         state = freezing.apply(rule, as_received, passing, members, self._hyper, moving)
         facts = {**passing.facts(screened.facts), "members": str(members)}

@@ -3,6 +3,9 @@
 What is usual is the median over the updates of this round and of the last ones, group by group, all that were received:
 refused ones too, so that a fleet whose updates grow is not shut out for good, and hostile devices cannot move it unless
 they are half of the devices over several rounds. The first round is compared with itself alone.
+
+Once a fleet has converged, the usual norm is close to zero, and the update of an honest device that was away, or has
+other samples, is far above it. So an update that changes a group by little of that group's own norm is never refused.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from fleet_core.base.trees import Params
 
 TIMES = 5.0
 """The bound over the median norm. ``benchmarks/hostile`` measures how far honest updates are from it."""
+SMALL = 0.01
+"""The share of the norm of a group of the model below which an update is not refused."""
 WINDOW = 5
 """Rounds before this one."""
 KEPT = 64
@@ -63,16 +68,18 @@ def _arrays_of(params: Params) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
 
 
-def refused(measures: Mapping[str, Measure], facts: Mapping[str, str]) -> dict[str, str]:
-    """Device -> why its update is refused. At least one device stays: where all are above the bound, the lower half."""
-    bounds = {group: TIMES * usual for group, usual in _usual(measures, facts).items()}
+def refused(measures: Mapping[str, Measure], facts: Mapping[str, str], model: Norms) -> dict[str, str]:
+    """Device -> why its update is refused. At least one device stays: where all are above the bound, the lower half.
+    model: norms of the model by group; empty where updates are no changes of it."""
+    bounds = {group: max(TIMES * usual, SMALL * model.get(group, 0.0))
+              for group, usual in _usual(measures, facts).items()}
     found: dict[str, str] = {}
     for device, one in measures.items():
         over = {group: length for group, length in one.norms.items() if group in bounds and length > bounds[group]}
         if over:
             group = max(over, key=lambda name: over[name] / bounds[name])
             found[device] = (f"the norm of its {group} is {over[group]:.3g}, expected at most {bounds[group]:.3g}: "
-                             f"{TIMES:g} times the median of the last rounds")
+                             f"{TIMES:g} times the median of the last rounds, or {SMALL:.0%} of the model's norm")
     if len(found) < len(measures):
         return found
     usual = median(one.whole for one in measures.values())

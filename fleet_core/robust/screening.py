@@ -67,15 +67,16 @@ class Screening:
 
     def screen(
         self, updates: Iterable[Update], facts: Mapping[str, str], arrays: Params,
-        measures: Mapping[str, Measure] | None = None,
+        measures: Mapping[str, Measure] | None = None, *, model: Params | None = None,
     ) -> Screened:
         """updates: received, in closing order, iterable again. facts, arrays: of the last checkpoint. measures: of the
-        updates by device, where they are known already."""
+        updates by device, where they are known already. model: that the round's devices started from."""
         refused: dict[str, str] = {}
         kept = {key: value for key, value in facts.items() if key not in (norm_bound.FACT, SCORES)}
         if self.adaptive:
             known = measures or {update.device: self.measure(update) for update in updates}
-            refused = norm_bound.refused(known, facts)
+            held = norm_bound.norms_of(model) if model is not None and self.method.cumulative else {}
+            refused = norm_bound.refused(known, facts, held)
             kept |= norm_bound.facts_after(known, facts)
         if self.section.rule == NONE:
             return Screened(_Used(updates, refused) if refused else updates, refused, facts=kept)

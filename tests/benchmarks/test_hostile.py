@@ -82,9 +82,9 @@ def test_what_hostile_devices_send() -> None:
         np.testing.assert_allclose(flat(sent(INNER, hostile)[name]), -2 * honest, rtol=1e-6)
     screen = Screening(METHODS["fedavg"])
     found = {name: screen.measure(Update(name, Payload(one), 10)) for name, one in sent(BOUND, hostile).items()}
-    assert not refused(found, {}), "as long as the bound allows"
+    assert not refused(found, {}, {}), "as long as the bound allows"
     found = {name: screen.measure(Update(name, Payload(one), 10)) for name, one in sent(SIGN, hostile).items()}
-    assert set(refused(found, {})) == {*hostile}
+    assert set(refused(found, {}, {})) == {*hostile}
 
 
 def test_false_samples_are_those_of_hostile_devices_and_test_samples_stay() -> None:

@@ -177,7 +177,7 @@ class Engine:
             raise RoundError(f"round {number}: no update counts: {next(one.error for one in learned if one.averaged)}")
         rule, members = self._method.server, len(self._lab.workload.names)
         as_received = replace(rule.as_received(before.state, trees.widened(sent.decoded)), round=number)
-        screened = self._screening.screen(taken, before.facts, before.robust)
+        screened = self._screening.screen(taken, before.facts, before.robust, model=as_received.model)
         passing = Measured(self._hidden(screened.used, number), self._skip_below)
         state = freezing.apply(rule, as_received, passing, members, self._hyper, arrays.moving)
         self._others.close(number, sent.decoded, taken, screened.refused)

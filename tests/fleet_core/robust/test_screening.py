@@ -100,6 +100,18 @@ def test_each_group_has_a_bound_of_its_own():
     assert "its head" in found.refused[given[0].device]
 
 
+def test_in_a_converged_fleet_a_small_change_of_the_model_is_not_refused():
+    model = tree(np.full(8, 50.0, np.float32))
+    past = rounds(screening(), [honest(seed=n, size=1e-4) for n in range(6)])[-1].facts
+    back = changed(honest(size=1e-4), d1=1000.0, d2=100_000.0)
+    assert set(screening().screen(back, past, {}).refused) == {"d1", "d2"}
+    found = screening().screen(back, past, {}, model=model)
+    assert set(found.refused) == {"d2"}
+    assert "1% of the model's norm" in found.refused["d2"]
+    summed = screening(method="fedproto").screen(back, {}, {}, model=model)
+    assert set(summed.refused) == {"d1", "d2"}, "sums are no changes of the model"
+
+
 def test_the_bound_follows_a_fleet_whose_updates_shrink_and_one_whose_updates_grow():
     small = rounds(screening(), [honest(seed=n, size=0.8**n) for n in range(12)])
     assert not any(one.refused for one in small)
