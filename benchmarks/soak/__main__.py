@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 from benchmarks.soak import churn, page
-from fleet_core.base import storage
+from fleet_core.base import processes, storage
 
 
 def main() -> None:
@@ -23,6 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     target = options.out / "result.json"
     if not options.page:
+        os.environ[processes.WITH_PARENT] = str(os.getpid())
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             churn.soak(Path(folder), options.rounds, options.minutes, options.warm_up, partial(print, flush=True),
                        lambda result: storage.write_atomic(target, json.dumps(result).encode()))
