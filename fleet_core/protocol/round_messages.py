@@ -72,9 +72,9 @@ class Counted:
 
 @dataclass(frozen=True)
 class PrivacyRules:
-    """How a device clips and hides its update (``fleet_core.privacy``), before anything else. It refuses a manifest with a
-    mode that it does not know. clip: Euclidean norm. noise: standard deviation over clip, which a device adds in the
-    mode ``local`` alone."""
+    """How a device clips and hides its update (``fleet_core.privacy``), before anything else. It refuses a manifest
+    with a mode that it does not know. clip: Euclidean norm. noise: standard deviation over clip, which a device
+    adds in the mode ``local`` alone."""
 
     mode: str = field(metadata={"choices": ("local", "central")})
     clip: float = field(metadata={"above": 0, "max": 1e9})
