@@ -1,4 +1,4 @@
-"""The user's own wheels, with a model or a method, which are installed on a board too (PEP 427)."""
+"""The user's own wheels (PEP 427), with a model or a method, that are installed on a board too."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ uv picks the wheels for the board's Python and architecture and unpacks them her
 Wheels of the user, with a model or a method, are unpacked with the others. Without them and without torch, packages
 that nothing on a device imports are left out (``left_out.txt``). The archive is cached (``program_cache``) under a hash
 of the request: agent, wheels, pins, Python and architecture. The same wheels give the same bytes, on every machine with
-the same zlib: no time, path, user or umask of the machine gets in.
+the same zlib: the archive depends on no time, path, user or umask of the machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The software bill of materials of a program: CycloneDX 1.6 as JSON (https://cyclonedx.org/docs/1.6/json/).
 
-One component for each distribution, with its version, its licence as its metadata tells it, and its package URL where
-it is from an index. The same program gives the same bytes: the serial number comes from its version, and the time is
+One component for each distribution, with its version, the licence in its metadata, and its package URL if it is from
+an index. The same program gives the same bytes: the serial number comes from its version, and the time is
 that of its files.
 """
 

@@ -111,7 +111,7 @@ Nice=5
 PrivateTmp=yes
 """,
 }
-"""What installs a program that the agent has fetched: the agent may put it in its own folder, and root checks it."""
+"""The units that install a program which the agent has fetched into its own folder; root checks it."""
 
 
 def text(machine: Machine) -> str:

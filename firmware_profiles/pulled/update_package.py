@@ -6,8 +6,8 @@ small files that come with it.
     prepare            a script that prepares the system
     metafleet*.service, metafleet-update.path     the units
 
-As a folder it is what a plain file server or a Mender artifact holds. Settings (device.toml, certificates) are not part
-of it: they stay as they are on the device.
+Saved as a folder, it can go onto a plain file server or into a Mender artifact. Settings (device.toml,
+certificates) are not part of it: they stay as they are on the device.
 """
 
 from __future__ import annotations

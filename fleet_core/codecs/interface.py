@@ -27,9 +27,9 @@ class Codec(ABC):
     aggregator and devices get the same bits.
 
     about: one line for users. lossless: decoding gives the same bits. feedback: a device adds what an update lost to
-    its next one (error feedback). feedback_down: the aggregator adds what a model lost to the next one; not where a
-    codec leaves out most, because devices train from what they hold and do most of the missing move again, so that it
-    would come twice. unbiased: the mean over seeds of what is decoded is what was encoded. misses: "up", "up STATE" or
+    its next one (error feedback). feedback_down: the aggregator adds what a model lost to the next one; false for a
+    codec that leaves out most, because devices train most of the missing move again, so feedback would add it twice.
+    unbiased: the mean of the decoded values over seeds is the encoded value. misses: "up", "up STATE" or
     "down" -> how methods, or those whose devices keep that state, miss the minimiser of quadratics
     (tests/fleet_core/algorithms/test_lossy.py and test_sparse.py).
     """
@@ -43,7 +43,7 @@ class Codec(ABC):
     misses: ClassVar[Mapping[str, str]] = {}
 
     def remarks(self, way: str, keeps: Collection[str]) -> list[str]:
-        """How a method whose devices keep these states misses the minimiser with this codec up or down."""
+        """How a method whose devices keep these states misses the minimiser with this codec, up or down."""
         return [text for key, text in self.misses.items() if key in (way, *(f"{way} {state}" for state in keeps))]
 
     @abstractmethod

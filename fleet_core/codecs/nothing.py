@@ -1,6 +1,6 @@
 """``nothing``: the note of a device that sends no update. Decodes to zeros.
 
-Its bytes name what was not sent, so that notes of different trainings have different ids.
+Its bytes identify the update that was not sent, so notes of different trainings have different ids.
 """
 
 from __future__ import annotations

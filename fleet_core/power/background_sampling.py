@@ -1,4 +1,4 @@
-"""A thread that reads a power sensor every second, so that the trapezoid has no gaps during other work.
+"""A thread that reads a power sensor every second, so that the integral over time has no gaps during other work.
 
 The interval becomes longer when reading costs more than its budget, up to half of GAP_S.
 """

@@ -1,4 +1,4 @@
-"""Chooses the meter of a process: a sensor if one can be read, else a model, else none: energy is *not measured*."""
+"""Chooses the meter of a process: a sensor if one can be read, else a model, else none (energy is *not measured*)."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from fleet_core.power.sensors.cpu import machine_cpu_s, own_cpu_s
 from fleet_core.power.shared_counter import Share
 
 BOUND = 0.26
-"""Relative bound of a modelled figure: by so much two sources differ in the idle watts of a Raspberry Pi 4B (3.1 and
-2.3 W). A wider range of a board's own sources replaces it."""
+"""Relative bound of a modelled figure: the difference between two sources of the idle watts of a Raspberry Pi 4B (3.1
+and 2.3 W). A wider range of a board's own sources replaces it."""
 STATED = Spread(1 - BOUND, 1 + BOUND)
 
 

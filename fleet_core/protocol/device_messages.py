@@ -18,7 +18,7 @@ AMOUNT = {"min": 0, "max": 1e12}
 
 @dataclass(frozen=True)
 class UpdateState:
-    """What became of the last program that the device was to fetch.
+    """The state of the last program that the device was asked to fetch.
 
     system: for which programs must be made, as ``aarch64 3.13``. serial, attempt: of the announcement; 0 before the
     first one. st: fetching, installing, running (it stays), back (the device went back to the one before), refused.

@@ -1,4 +1,4 @@
-"""What the fleet's key signs of a program before it is flashed: a short text, in canonical form.
+"""The statement of a program that the fleet's key signs before it is flashed: a short text in canonical form.
 
     metafleet program 1
     fleet greenhouse
@@ -15,10 +15,10 @@
 one that runs. ``manifest``: of ``MANIFEST.sha256``, which has a line ``SHA256  NAME`` for every file of the program, as
 sha256sum writes it. ``archive``: of the program's .tar.gz. ``file``: any number, of what comes with the program.
 
-``Announcement`` tells devices over MQTT that there is such a program and where.
+``Announcement`` tells devices over MQTT that there is such a program, and where it is.
 
-The text is read by shells too, which is why it is no JSON. As a file it is called ``PACKAGE``, with the line of
-``signing`` before it.
+The text is not JSON, because shells read it too. As a file it is called ``PACKAGE`` and begins with the line of
+``signing``.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ class Counted:
 
 @dataclass(frozen=True)
 class PrivacyRules:
-    """What a device does to its update before anything else (``fleet_core.privacy``). It refuses a manifest with a mode
-    that it does not know. clip: Euclidean norm. noise: standard deviation over clip, which a device adds in the
-    mode ``local`` alone."""
+    """How a device clips and hides its update (``fleet_core.privacy``), before anything else. It refuses a manifest
+    with a mode that it does not know. clip: Euclidean norm. noise: standard deviation over clip, which a device
+    adds in the mode ``local`` alone."""
 
     mode: str = field(metadata={"choices": ("local", "central")})
     clip: float = field(metadata={"above": 0, "max": 1e9})
@@ -88,8 +88,7 @@ class PrivacyRules:
 class UploadRules:
     """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first.
     least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is.
-    privacy: None for updates as they are. secure: how they are summed so that nobody sees one; None: they are sent as
-    they are."""
+    privacy: None for updates as they are. secure: the rules of secure aggregation; None for none."""
 
     max: int = field(default=1 << 28, metadata=whole(MAX_BLOB_BYTES, 1))
     chunk: int = field(default=61440, metadata=whole(1 << 24, 1024))

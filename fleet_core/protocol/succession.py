@@ -1,4 +1,4 @@
-"""How devices follow their fleet to another signing key: the old key signs who succeeds it.
+"""How devices follow their fleet to another signing key: the old key signs a message that names the new one.
 
 A ``Succession`` is a signed message of ``signing``. The aggregator retains all that lead from earlier keys to the
 present one, so a device that was off follows them one after the other. They are numbered; a device never goes back.
@@ -28,7 +28,7 @@ TOKEN = "this device needs a new token: metafleet devices enroll FLEET NAME"
 @dataclass(frozen=True)
 class Succession:
     """The key ``new`` follows ``old``, in hex. at: Unix seconds. until: up to then devices accept the old key too. cut:
-    the old key counts no more, at once, and after ``until`` nobody follows any more."""
+    the old key is invalid at once, and devices do not follow this succession after ``until``."""
 
     fleet: str = field(metadata={"pattern": r"[A-Za-z0-9_-]{1,64}"})
     number: int = field(metadata=whole(1 << 31, 1))
@@ -91,8 +91,8 @@ def as_bytes(signed: str) -> bytes:
 
 
 class Keyring(Verifier):
-    """The keys that count for who was given ``anchor`` and has followed ``links``: the newest, and earlier ones until
-    their overlaps end. Links before the anchor, or of another anchor, count for nothing.
+    """The valid keys of a device that was given ``anchor`` and has followed ``links``: the newest, and earlier ones
+    until their overlaps end. Links before the anchor, or of another anchor, are ignored.
 
     now(): Unix seconds. ``newest``: the key, in hex. ``number``: of the last succession; 0 for none. Raises
     MessageError for links that ``read`` refuses.
@@ -113,7 +113,7 @@ class Keyring(Verifier):
         super().__init__(self.newest)
 
     def accepted(self) -> list[str]:
-        """The keys that count now, the newest first."""
+        """The keys that are valid now, the newest first."""
         now = self._now()
         return [self.newest, *(key for key, until in self._before if now < until)]
 

@@ -28,7 +28,7 @@ CODECS: dict[str, Codec] = {c.name: c for c in ALL}
 """Those that a user can choose."""
 
 NOTHING = Nothing()
-"""In the place of a codec where an update is skipped."""
+"""The codec of the note for an update that is skipped."""
 
 DRAWN = {form.name: form for form in (DrawnWeights(), DrawnPart())}
 """Those of first weights; for all weights of a model before that for a part."""
