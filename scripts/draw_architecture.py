@@ -56,6 +56,7 @@ ROOMS: dict[str, Rows] = {
         [("codecs.kinds", "one file for each codec"), ("robust", "which updates are used")],
         [("algorithms", "client and server rules"), ("codecs", "what a codec is"),
          ("protocol", "messages, topics, signing"), ("link", "MQTT")],
+        [("tasks", "numbers instead of classes")],
         [("base", "errors, config, storage, processes, backoff")],
     ],
 }

@@ -248,6 +248,15 @@ class Method:
             self.personalizer, ("predict",)
         )
 
+    @property
+    def needs_classes(self) -> str:
+        """Why this method cannot learn a task without classes, as half a sentence; empty if it can."""
+        if self.adaptation in (*EPISODIC, "fedproto"):
+            return "compares samples with those of each class in training"
+        if self.personalizer in ("proto", "gp", "fleet-proto", "knn"):
+            return "answers with the class of a device's nearest samples"
+        return ""
+
     def params(self, model: Params) -> dict[str, dict[str, Any]]:
         """The part of ``model`` that this method trains and sends."""
         return trees.only(model, self.shared)

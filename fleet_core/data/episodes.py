@@ -171,6 +171,7 @@ def draws(
 ) -> tuple[Iterator[Draw], Callable[[], Mapping[int, int]]]:
     """(endless iterator of the draws of a step, function that returns what was left out so far: class -> samples).
 
+    y: labels int [N], or numbers [N, K] of a task without classes, whose methods draw at random.
     by_class: the query may only have classes of the support, for methods that compare with these. A draw is (support,
     query) or, with ``hyper.independent_hessian_batch``, (support, query, third). The support is empty for methods
     without adaptation.
@@ -178,7 +179,7 @@ def draws(
     labels = np.asarray(y)
     if hasattr(hyper, "batch"):
         nothing = np.empty(0, np.int64)
-        return ((nothing, index) for index in batches(labels.size, hyper.batch, rng)), dict
+        return ((nothing, index) for index in batches(len(labels), hyper.batch, rng)), dict
     if getattr(hyper, "shots", 0):
         shots = Shots(labels, hyper.shots, hyper.query_shots, rng)
         return shots, lambda: dict(shots.left_out)
@@ -186,10 +187,10 @@ def draws(
     if by_class:
         episodes = Episodes(labels, *sizes, rng, passes=passes)
         return episodes, lambda: dict(episodes.left_out)
-    splits = Splits(labels.size, *sizes, rng, passes=passes)
+    splits = Splits(len(labels), *sizes, rng, passes=passes)
     if not getattr(hyper, "independent_hessian_batch", False):
         return splits, dict
-    third = batches(labels.size, min(hyper.support_batch, labels.size), rng)
+    third = batches(len(labels), min(hyper.support_batch, len(labels)), rng)
     return ((*pair, more) for pair, more in zip(splits, third, strict=False)), dict
 
 

@@ -1,6 +1,6 @@
 """Gradient estimators: what a local step uses as the gradient of its loss after adaptation.
 
-- ``none``: cross-entropy on one batch.
+- ``none``: the loss on one batch: the cross-entropy, or that of the model's task (``losses.of_task``).
 - ``proto``: cross-entropy to the class means of the support (Acar et al., ICML 2021, §2; Snell et al. 2017).
 - ``maml-exact``: the derivative through inner SGD steps, ∇_w f(T(w); D') (Fallah et al. 2020, eq. 5-8 with D'' = D;
   on a third batch D'' where the episode has one, as eq. 8 is printed).
@@ -10,7 +10,7 @@
 - ``meta-sgd``: the gradient in the weights and in the learned rates of one inner step (Chen et al., eq. 3).
 - ``metavers``: proto with a triplet term and its margin (Lim et al. 2024, eq. 1-5).
 - ``gp``: the predictive likelihood of Gaussian processes (Achituve et al. 2021), see ``gaussian_loss``.
-- ``fedproto``: cross-entropy and the distance of the batch's class means to the fleet's (Tan et al. 2022, eq. 7-8).
+- ``fedproto``: the cross-entropy and the distance of the batch's class means to the fleet's (Tan et al. 2022, eq. 7-8).
 
 An estimator turns an episode into a ``Gradient`` (see ``gradients``). A group that is not a parameter (``margin``,
 ``prototypes``) holds constants; in the result, the same group holds what the step has measured.
@@ -20,6 +20,7 @@ For stacked clients every array has one more axis in front, and a loss is [clien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -45,7 +46,8 @@ from fleet_core.learning.gradients import (
     meta_sgd,
     value_and_gradient,
 )
-from fleet_core.learning.models import outputs
+from fleet_core.learning.models import Network, outputs
+from fleet_core.tasks.regression import Regression
 
 PADDED = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
@@ -56,8 +58,8 @@ NO_CLASS = -1
 
 @dataclass(frozen=True)
 class Episode:
-    """The samples of one step: support (D) and query (D') [N, *shape] with labels int64 [N]. ``none`` uses only the
-    query. hessian_x, hessian_y: a third batch D'', for methods that use one."""
+    """The samples of one step: support (D) and query (D') [N, *shape] with labels int64 [N], or standardized targets
+    float32 [N, K]. ``none`` uses only the query. hessian_x, hessian_y: a third batch D'', for methods that use one."""
 
     support_x: Tensor
     support_y: Tensor
@@ -68,14 +70,15 @@ class Episode:
 
     @staticmethod
     def stacked(several: Sequence[Episode]) -> Episode:
-        """Stacks clients along a new first axis; smaller batches are padded with samples of ``NO_CLASS``."""
+        """Stacks clients along a new first axis; smaller batches are padded with samples of ``NO_CLASS``, or whose
+        targets are NaN."""
         names = [name for name, part in vars(several[0]).items() if part is not None]
         return Episode(**{name: _padded([getattr(one, name) for one in several], name) for name in names})
 
 
 def _padded(batches: Sequence[Tensor], name: str) -> Tensor:
     most = max(len(batch) for batch in batches)
-    value = NO_CLASS if name.endswith("_y") else 0
+    value = (math.nan if batches[0].is_floating_point() else NO_CLASS) if name.endswith("_y") else 0
     return torch.stack([
         torch.cat([batch, batch.new_full((most - len(batch), *batch.shape[1:]), value)]) if len(batch) < most else batch
         for batch in batches
@@ -127,11 +130,11 @@ class Estimators:
         return lambda w: lifted(w, *batch)
 
     def _entropy(self, x: Tensor, y: Tensor) -> Loss:
-        return self._loss(lambda w, x, y: self._cross_entropy(outputs(self._network, w, x, "predict"), y), x, y)
+        return self._loss(lambda w, x, y: self._of_head(outputs(self._network, w, x, "predict"), y), x, y)
 
     @property
-    def _cross_entropy(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return losses.known_cross_entropy if self._clients else losses.cross_entropy
+    def _of_head(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return losses.known_cross_entropy if self._clients and not _task(self._network) else _loss_of(self._network)
 
     def _both(self, e: Episode) -> tuple[Loss, Loss]:
         return self._entropy(e.support_x, e.support_y), self._entropy(e.query_x, e.query_y)
@@ -215,7 +218,7 @@ class Estimators:
     def fedproto_loss(self, w: Params, total: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Tensor:
         z = outputs(self._network, w, x, "embed")
         means = total / count.clamp(min=1)[:, None]
-        return self._cross_entropy(self._head(w, z), y) + float(self._hyper.pull) * losses.pull(z, y, means, count)
+        return self._of_head(self._head(w, z), y) + float(self._hyper.pull) * losses.pull(z, y, means, count)
 
     def _fedproto(self, e: Episode) -> Gradient:
         def gradient(at: Params) -> tuple[Tensor, Params]:
@@ -239,5 +242,15 @@ class Estimators:
 
 
 def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
-    """The cross-entropy of the head's logits on one batch."""
-    return lambda w: losses.cross_entropy(outputs(network, w, x, "predict"), y)
+    """The loss of what the head computes on one batch: the cross-entropy, or that of the model's task."""
+    loss = _loss_of(network)
+    return lambda w: loss(outputs(network, w, x, "predict"), y)
+
+
+def _task(network: nn.Module) -> Regression | None:
+    return network.task if isinstance(network, Network) else None
+
+
+def _loss_of(network: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    task = _task(network)
+    return losses.cross_entropy if task is None else losses.of_task(task)

@@ -8,8 +8,12 @@ Shapes: N samples, S support samples, D embedding width, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from fleet_core.tasks.regression import Regression
 
 TINY = 1e-12
 FAR = -1e9
@@ -31,6 +35,23 @@ def known_cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     """``cross_entropy`` over the samples whose label is one of the classes; 0 when none is. Exported graphs use
     ``cross_entropy``, which needs no count because their labels are checked."""
     return _over_chosen(torch.log_softmax(logits_NK, 1), one_hot(y_N, logits_NK.shape[1], logits_NK.dtype))
+
+
+def of_task(task: Regression) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a task: (answers [N, K], standardized targets [N, K]) -> the mean over samples and outputs of e²/2,
+    or of Huber's function, which is |e| − 1/2 beyond 1 ("Robust Estimation of a Location Parameter", 1964). Targets
+    that are NaN are left out; 0 when all are."""
+
+    def loss(answers_NK: Tensor, y_NK: Tensor) -> Tensor:
+        known_NK = ~torch.isnan(y_NK)
+        error_NK = torch.where(known_NK, answers_NK - torch.where(known_NK, y_NK, 0.0), 0.0)
+        loss_NK = error_NK.square() / 2
+        if task.loss == "huber":
+            far_NK = error_NK.abs()
+            loss_NK = torch.where(far_NK <= 1, loss_NK, far_NK - 0.5)
+        return loss_NK.sum() / known_NK.sum().clamp(min=1)
+
+    return loss
 
 
 def _over_chosen(log_NK: Tensor, chosen_NK: Tensor) -> Tensor:

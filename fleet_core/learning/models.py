@@ -30,7 +30,8 @@ from fleet_core.data.model_input import TOKENS
 from fleet_core.learning.adapters import with_adapters
 from fleet_core.learning.architectures import ADAPTABLE, MAX_SIZE, MODELS
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
-from fleet_core.training.local_round import NumpyParams
+from fleet_core.tasks.regression import Regression
+from fleet_core.training.local_round import NumpyParams, check_task
 
 TorchParams = dict[str, dict[str, Tensor]]
 
@@ -46,14 +47,14 @@ class Network(nn.Module):
 
     int64 samples (tokens) reach the core unchanged. For faster laboratories: ``channels_last`` stores images with
     channels last, which changes only roundings; ``reduced`` computes the products of the embedding and of its
-    derivatives in bfloat16.
+    derivatives in bfloat16. task: as in the layout; it decides the loss.
     """
 
     channels_last = reduced = False
 
-    def __init__(self, core: nn.Module, spec: InputSpec) -> None:
+    def __init__(self, core: nn.Module, spec: InputSpec, task: Regression | None = None) -> None:
         super().__init__()
-        self.core, self.spec = core, spec
+        self.core, self.spec, self.task = core, spec, task
         ones = (1,) * (len(spec.shape) - 1)
         self.register_buffer("mean", torch.tensor(spec.mean).reshape(-1, *ones), persistent=False)
         self.register_buffer("std", torch.tensor(spec.std).reshape(-1, *ones), persistent=False)
@@ -81,7 +82,7 @@ class Network(nn.Module):
         return cast(Tensor, z_ND.to(next(self.core.parameters()).dtype))
 
     def forward(self, x: Tensor, output: str = "predict") -> Tensor:
-        """Raw samples -> logits [N, K] (``predict``) or z [N, D] (``embed``)."""
+        """Raw samples -> logits or standardized numbers [N, K] (``predict``), or z [N, D] (``embed``)."""
         z_ND = self.embed(x)
         return z_ND if output == "embed" else cast(Tensor, cast(Any, self.core).head(z_ND))
 
@@ -103,9 +104,14 @@ def hold(network: nn.Module, params: Params) -> None:
             named[f"core.{name}"].copy_(array)
 
 
-def describe(model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any]) -> Layout:
-    """The layout of a model, found by building it and running it on two samples. Raises ConfigError."""
-    draft = Layout(model, input, tuple(classes), 1, (), schema.plain(options))
+def describe(
+    model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any], task: Regression | None = None
+) -> Layout:
+    """The layout of a model, found by building it and running it on two samples. task: what it answers instead of
+    ``classes``, which are then empty. Raises ConfigError."""
+    if classes and task is not None:
+        raise ConfigError(f"a model of {task.kind} with {len(classes)} classes", expected="classes or a task")
+    draft = Layout(model, input, tuple(classes), 1, (), schema.plain(options), task)
     network = _network(draft)
     tensors = tuple(_spec(name, p, model) for name, p in network.core.named_parameters())
     return replace(draft, tensors=tensors, embedding=_dry_run(network, draft))
@@ -125,8 +131,9 @@ def build(layout: Layout, *, channels_last: bool = False, reduced: bool = False)
 
 
 def check_groups(method: Method, layout: Layout) -> None:
-    """Raises ConfigError when the model lacks a group that the method trains. A model without a body fits every method
-    that trains the whole model."""
+    """Raises ConfigError when the method cannot learn the layout's task, or the model lacks a group that the method
+    trains. A model without a body fits every method that trains the whole model."""
+    check_task(method, layout)
     groups = {tensor.group for tensor in layout.tensors}
     parts = [set(part) & set(MODEL_GROUPS) for part in (method.shared, method.personal)]
     needed = {"body"} if method.graphs == ("embed",) or {"body"} in parts else set[str]()
@@ -166,14 +173,14 @@ def _network(layout: Layout) -> Network:
     _check_options(layout, builder)
     own = {name: value for name, value in layout.options.items() if name != ADAPTER or layout.model not in ADAPTABLE}
     try:
-        core = builder(tuple(layout.input.shape), len(layout.classes), **own)
+        core = builder(tuple(layout.input.shape), len(layout.answers), **own)
     except Exception as error:  # the builder is the user's code
         raise ConfigError(f"the model '{layout.model}' cannot be built: {error}") from error
     if own.keys() != layout.options.keys():
         _add_adapters(core, layout)
     if not isinstance(core, nn.Module) or not callable(getattr(core, "embed", None)):
         raise ConfigError(f"the model '{layout.model}' has no embed(x)", expected="an nn.Module with embed, maybe head")
-    return Network(core, layout.input)
+    return Network(core, layout.input, layout.task)
 
 
 def _add_adapters(core: nn.Module, layout: Layout) -> None:
@@ -256,7 +263,7 @@ def _dry_run(network: Network, layout: Layout) -> int:
     if z_ND.ndim != 2 or len(z_ND) != 2:
         found = list(z_ND.shape)
         raise ConfigError(f"embed(x) of the model '{layout.model}' returns {found} for two samples", expected="[2, D]")
-    wanted = [2, len(layout.classes)]
+    wanted = [2, len(layout.answers)]
     if hasattr(network.core, "head") and (found := list(_try(network, layout, "predict").shape)) != wanted:
         raise ConfigError(
             f"the head of the model '{layout.model}' returns {found} for two samples", expected=f"{wanted}"

@@ -114,7 +114,7 @@ def pack(graph: Graph) -> bytes:
     arrays: dict[str, Any] = {f"graph/{kind}": np.frombuffer(data, np.uint8) for kind, data in files.items()}
     arrays |= {f"golden/{name}": array for name, array in graph.golden.items()}
     arrays |= {f"first/{key}": array for key, array in storage.flatten(graph.first).items()}
-    head = {"info": schema.plain(graph.info), "layout": schema.plain(graph.layout)}
+    head = {"info": schema.plain(graph.info), "layout": json.loads(graph.layout.to_json())}
     text = json.dumps(head, sort_keys=True, separators=(",", ":"))
     return storage.pack({name: arrays[name] for name in sorted(arrays)}, {"bundle": text})
 
@@ -142,7 +142,11 @@ def read(path: Path) -> Graph:
 
 
 def assemble(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Graph:
-    """A bundle from the container's ``arrays``. Raises BundleError unless they match ``layout`` and ``info``."""
+    """A bundle from the container's ``arrays``. Raises BundleError unless they match ``layout`` and ``info``, and for a
+    task, because devices answer with classes only."""
+    if layout.task is not None:
+        raise BundleError(f"the graphs are of {layout.task.kind}", expected="a model that answers with classes",
+                          hint="update this device's program")
     kinds = [kind for kind in GRAPH_GROUPS if f"graph/{kind}" in arrays]
     known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
     if info.adapt is not None:

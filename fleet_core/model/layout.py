@@ -1,4 +1,4 @@
-"""A model's layout: its input, classes and named arrays, on which aggregator and devices must agree."""
+"""A model's layout: its input, answers and named arrays, on which aggregator and devices must agree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base import schema
-from fleet_core.base.errors import BundleError, CodecError
+from fleet_core.base.errors import BundleError, CodecError, DataError
 from fleet_core.base.moving import EVERYTHING, MIRRORED, Moving
 from fleet_core.base.trees import Params
 from fleet_core.protocol import chunks
 from fleet_core.protocol.messages import ID
+from fleet_core.tasks.regression import Regression
 
 MODEL_GROUPS = ("body", "head")
 GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
@@ -72,8 +73,9 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Layout:
     """model: a name in ``fleet_core.learning.models`` or ``package.module:build``. options: its keyword arguments.
-    classes: names in the order of the labels. embedding: width D of the representation that Proto compares. backbone:
-    what makes the model's input of raw samples; None for a model that takes raw samples itself."""
+    classes: names in the order of the labels; empty with a task. embedding: width D of the representation that Proto
+    compares. backbone: what makes the model's input of raw samples; None for a model that takes raw samples itself.
+    task: what the model answers if it is not one of ``classes``."""
 
     model: str = field(metadata={"max_length": 200})
     input: InputSpec
@@ -82,11 +84,17 @@ class Layout:
     tensors: tuple[TensorSpec, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
     backbone: Backbone | None = field(default=None, metadata={"sparse": True})
+    task: Regression | None = field(default=None, metadata={"sparse": True})
 
     @property
     def sample(self) -> InputSpec:
         """A raw sample, as users send it."""
         return self.input if self.backbone is None else self.backbone.input
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Names of what the head computes for a sample: classes, or the outputs of the task."""
+        return self.classes if self.task is None else self.task.outputs
 
     @cached_property
     def hash(self) -> str:
@@ -153,7 +161,10 @@ class Layout:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise BundleError("the layout is not JSON", hint="fetch the graph again") from error
-        layout, problems = schema.read(Layout, data, unknown="ignore")
+        try:
+            layout, problems = schema.read(Layout, data, unknown="ignore")
+        except DataError as error:
+            raise BundleError(f"the layout's task is malformed: {error.what}", expected=error.expected) from error
         if layout is None:
             raise BundleError("the layout is malformed: " + "; ".join(map(str, problems[:5])))
         return layout

@@ -18,7 +18,7 @@ import numpy as np
 from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import EPISODIC, INNER, ClientState, GradFn, Method, Payload
 from fleet_core.base import trees
-from fleet_core.base.errors import DataError, RoundError
+from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.data import model_input
@@ -101,9 +101,10 @@ class Round:
     """A round's method and broadcast, which its clients share. broadcast: numpy arrays of the groups that go down. Its
     scalars include ``round`` and, when the method keeps groups on the device, ``seed``. moving: the arrays that are
     trained, and that the update has; no rule sees the others, but inner steps adapt all arrays, as a device does that
-    answers."""
+    answers. Raises ConfigError as ``check_task`` does."""
 
     def __init__(self, engine: Engine, method: Method, layout: Layout, broadcast: Payload, hyper: Any, moving: Moving):
+        check_task(method, layout)
         self._engine, self._method, self._layout, self._hyper = engine, method, layout, hyper
         self._moving = moving
         self._groups = engine.arrays(broadcast.groups)
@@ -169,7 +170,7 @@ class Round:
         self, clients: Sequence[Participant], plans: Sequence[Plan], classes: int, values: list[Any],
         progress: Progress | None,
     ) -> Iterator[GradFn]:
-        labels = [one.y.astype(np.int64) for one in clients]
+        labels = [targets(self._layout, one.y) for one in clients]
         if self._method.adaptation in EPISODIC:
             labels = [np.unique(y, return_inverse=True)[1].reshape(-1) for y in labels]
             classes = max(int(y.max()) + 1 for y in labels)
@@ -234,8 +235,21 @@ def _check_finite(losses_CK: Samples, steps: int) -> None:
         raise RoundError(f"the loss is {losses_CK[client, number]} at step {step}", hint="lower client_lr or inner_lr")
 
 
+def check_task(method: Method, layout: Layout) -> None:
+    """Raises ConfigError for a method that cannot learn the layout's task."""
+    if layout.task is not None and method.needs_classes:
+        raise ConfigError(f"{method.name} cannot learn {layout.task.kind}: it {method.needs_classes}",
+                          hint="use a method that trains a head, such as fedavg or per-fedavg-fo")
+
+
+def targets(layout: Layout, y: Samples) -> Samples:
+    """What the loss compares the head's output with: labels int64 [N], or standardized targets float32 [N, K]."""
+    return y.astype(np.int64) if layout.task is None else layout.task.standardized(y)
+
+
 def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
-    """The number of classes to train on raw samples x, y. Raises DataError when they do not fit layout and method."""
+    """The number of classes, or of a task's outputs, to train on raw samples x, y. Raises DataError when they do not
+    fit layout and method."""
     if x.shape[1:] != layout.input.shape or str(x.dtype) != layout.input.dtype:
         raise DataError(
             f"samples are {x.dtype} {list(x.shape[1:])}", expected=f"{layout.input.dtype} {list(layout.input.shape)}",
@@ -244,9 +258,12 @@ def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
     if len(x) != len(y) or not len(y):
         raise DataError(f"{len(x)} samples and {len(y)} labels", expected="as many labels as samples, at least one")
     if layout.model in model_input.TOKENS:
-        vocabulary = layout.options.get("vocabulary", len(layout.classes))
+        vocabulary = layout.options.get("vocabulary", len(layout.answers))
         if x.min() < 0 or x.max() >= vocabulary:
             raise DataError(f"a token is {x.max() if x.min() >= 0 else x.min()}", expected=f"0 to {vocabulary - 1}")
+    if layout.task is not None:
+        layout.task.standardized(y)
+        return len(layout.answers)
     if y.min() < 0:
         raise DataError(f"the label {y.min()} is negative")
     if y.max() >= len(layout.classes) and method.personalizer not in ("proto", "gp"):

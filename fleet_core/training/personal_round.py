@@ -18,7 +18,7 @@ from fleet_core.algorithms.interface import ClientState, Method, Payload, own_st
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import MODEL_GROUPS, Layout
-from fleet_core.training.local_round import Engine, NumpyParams, check, train_one
+from fleet_core.training.local_round import Engine, NumpyParams, check, targets, train_one
 from fleet_core.training.round_plans import CHUNK, Participant, Samples
 
 
@@ -47,12 +47,12 @@ def adapt(
     if method.personalizer == "meta-sgd":
         check(method, layout, x, y)
         _, rates = trees.parted(served, "rates")
-        return _stepped(engine, params, engine.arrays(rates), 1, x, y)
+        return _stepped(engine, params, engine.arrays(rates), 1, x, targets(layout, y))
     lr, steps = own_steps(method, hyper, trained=mine is not None)
     if steps:
         check(method, layout, x, y)
     moving = {g: {n: lr if g in method.moving else 0.0 for n in named} for g, named in params.items()}
-    return _stepped(engine, params, moving, steps, x, y)
+    return _stepped(engine, params, moving, steps, x, targets(layout, y))
 
 
 def by_training(
@@ -75,7 +75,7 @@ def _stepped(
         for _ in range(steps):
             total = trees.zeros_like(w)
             for start in range(0, len(y), CHUNK):
-                part = y[start : start + CHUNK].astype(np.int64)
+                part = y[start : start + CHUNK]
                 _, gradient = engine.entropy(x[start : start + CHUNK], part)(w)
                 total = trees.axpy(len(part) / len(y), gradient, total)
             w = trees.apply(lambda w, a, g: w - a * g, w, rates, total)

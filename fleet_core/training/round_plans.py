@@ -27,7 +27,8 @@ MAX_PADDING = 2
 @dataclass(frozen=True, eq=False)
 class Participant:
     """One client of a round. state: empty for one that never took part. x, y: raw samples [N, *shape] with labels
-    int64 [N]. rng: its only source of randomness. per_device: groups that it alone received beside the broadcast."""
+    int64 [N], or a task's numbers [N, K] or [N] in the user's unit. rng: its only source of randomness. per_device:
+    groups that it alone received beside the broadcast."""
 
     state: ClientState
     x: Samples

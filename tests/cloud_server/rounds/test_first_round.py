@@ -309,7 +309,9 @@ def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tm
     assert {note.partition(".")[2] for note in NOTES} <= {line.partition(" = ")[0] for line in lines}
 
 
-@pytest.mark.parametrize(("heading", "section"), [("fleet", FleetSection), ("link", LinkSection), ("keep", KeepSection)])
+@pytest.mark.parametrize(
+    ("heading", "section"), [("fleet", FleetSection), ("link", LinkSection), ("keep", KeepSection)],
+)
 def test_the_page_about_fleet_toml_has_every_key_with_its_default(heading, section):
     page = (ROOT / "docs" / "fleet.md").read_text().partition(f"## `[{heading}]`")[2].partition("\n## ")[0]
     for key in fields(section):
