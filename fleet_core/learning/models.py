@@ -111,7 +111,7 @@ def describe(
     ``classes``, which are then empty. Raises ConfigError."""
     if classes and task is not None:
         raise ConfigError(f"a model of {task.kind} with {len(classes)} classes", expected="classes or a task")
-    draft = Layout(model, input, tuple(classes), 1, (), schema.plain(options), task)
+    draft = Layout(model, input, tuple(classes), 1, (), schema.plain(options), task=task)
     network = _network(draft)
     tensors = tuple(_spec(name, p, model) for name, p in network.core.named_parameters())
     return replace(draft, tensors=tensors, embedding=_dry_run(network, draft))

@@ -81,7 +81,7 @@ class Errors:
     squares: Array
 
     @classmethod
-    def of(cls, task: Regression, y_NK: Array, answers_NK: Array) -> Regression:
+    def of(cls, task: Regression, y_NK: Array, answers_NK: Array) -> Errors:
         """The errors of answers [N, K] to targets [N, K] or [N], both in the user's unit. Raises DataError for another
         shape, or values that are not finite."""
         width = len(task.outputs)
