@@ -82,6 +82,15 @@ def _local(root: Parser) -> None:
     one.add_argument("inputs", metavar="INPUT", type=Path, help=INPUT)
     home(one)
     json(one)
+    one = root.command("review", "Show stored samples without a label, least certain first, and take their labels.",
+                       review)
+    home(one)
+    one.add_argument("--limit", metavar="N", type=within(int, 1), default=20, help="at most so many; default: 20")
+    one.add_argument("--id", metavar="ID", help="label this sample, and ask for nothing")
+    one.add_argument("--label", help="its class")
+    one.add_argument("--new-class", action="store_true",
+                     help="the class may be this device's own; the fleet does not have it")
+    json(one)
     one = root.command("verify", "Check that the fleet's key has signed the program that is installed here, and that "
                        "every file of it is as it was signed.", verify)
     one.add_argument("path", metavar="PATH", type=Path, nargs="?", default=Path("/opt/metafleet/current"),
@@ -174,6 +183,12 @@ def verify(given: Namespace) -> None:
     from edge_agent.commands import verify as verifying
 
     verifying.command(given.path, given.key, given.as_json)
+
+
+def review(given: Namespace) -> None:
+    from edge_agent.commands import review as reviewing
+
+    reviewing.review(given.home, given.limit, given.id, given.label, new_class=given.new_class, as_json=given.as_json)
 
 
 def add(given: Namespace) -> None:

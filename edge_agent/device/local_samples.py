@@ -170,6 +170,11 @@ class LocalData:
         index = np.array([names.index(name) for name in added.classes], np.int64)
         return Samples(added.x, index[added.y], classes=names), names
 
+    def is_added(self, index: int, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bool:
+        """Whether the sample x [*shape] is the added one of this index. Raises DataError."""
+        added = self._load_added()[0]
+        return added is not None and index < len(added) and np.array_equal(added.x[index], x)
+
     def take_back(self, start: int, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bool:
         """Removes the samples x [n, *shape] that were added from index ``start`` on; False if other samples are stored
         there. Raises DataError, StateError."""

@@ -152,6 +152,14 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class Unlabelled:
+    """max_bytes: of disk for samples without a label. max_age_s: seconds after which one is removed."""
+
+    max_bytes: int = field(default=1 << 26, metadata={"min": 8192, "max": 1 << 40})
+    max_age_s: float = field(default=604_800.0, metadata={"above": 0})
+
+
+@dataclass(frozen=True)
 class Settings:
     """The contents of ``device.toml``."""
 
@@ -165,6 +173,7 @@ class Settings:
     serve: Serve = field(default_factory=Serve)
     metrics: Metrics = field(default_factory=Metrics)
     tls: Tls = field(default_factory=Tls)
+    unlabelled: Unlabelled = field(default_factory=Unlabelled)
 
     def listening(self, host: str, port: int, *, open: bool = False) -> Settings:
         """These settings with another HTTP ``host`` and ``port``. open: allow plain HTTP to everyone there."""

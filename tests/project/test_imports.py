@@ -81,6 +81,7 @@ LIGHT = {
     ),
     "edge_agent.commands.cli": {"torch", "onnx", "onnxscript", "numpy", "onnxruntime", "paho", "cryptography"},
     "edge_agent.http.serve": {"torch", "onnx", "onnxscript", "paho", "cryptography"},
+    "edge_agent.inference.device_api": {"torch", "onnx", "onnxscript", "paho", "cryptography"},
     "fleet_core.power": {"torch"},
     "fleet_core.data": {"torch"},
     "fleet_core.training": {"torch", "onnx", "onnxruntime"},

@@ -1,0 +1,178 @@
+"""A ring buffer on the disk for samples without a label: one file per sample, bounded in bytes, number and age.
+
+A sample's id is its file's name and stays the same. Several processes may use the buffer at once: a lock file orders
+their writes, and each file appears whole or not at all, also after a kill. The files are not flushed one by one, so a
+power cut may lose the newest ones. A file that cannot be read is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base import storage
+from fleet_core.base.errors import DataError, StateError
+
+ID = r"[0-9a-f]{24}"
+MAX_SAMPLES = 10_000
+MAX_SAMPLE_BYTES = 1 << 26
+BLOCK = 4096
+SUFFIX = ".safetensors"
+LABELLING = ".labelling-"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """id: of the sample. time: Unix seconds at which it was taken. x: the raw sample [*shape]."""
+
+    id: str
+    time: float
+    x: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class SampleBuffer:
+    """max_bytes: of disk, each file rounded up to ``BLOCK``. max_age_s: seconds after which a sample is removed. clock:
+    Unix seconds."""
+
+    folder: Path
+    max_bytes: int
+    max_age_s: float
+    clock: Callable[[], float] = time.time
+
+    def add(self, x: np.ndarray[Any, Any], taken_at: float | None = None) -> str:
+        """Stores a raw sample and returns its id; the oldest ones go where a limit is passed. taken_at: Unix seconds;
+        None: now. Raises DataError for a sample over the limit, StateError."""
+        size = _on_disk(x.nbytes + BLOCK)
+        if size > min(self.max_bytes, MAX_SAMPLE_BYTES):
+            raise DataError(
+                f"a sample of {x.nbytes} bytes does not fit in the buffer", where=str(self.folder),
+                expected=f"at most {min(self.max_bytes, MAX_SAMPLE_BYTES)} bytes of disk",
+                hint="a larger max_bytes under [unlabelled] in device.toml",
+            )  # fmt: skip
+        now = self.clock()
+        with self._writing():
+            files = self._files()
+            latest = int(files[-1].name[:16], 16) if files else 0
+            name = f"{max(latest + 1, int(now * 1e9)):016x}{secrets.token_hex(4)}"
+            self._make_room(files, now, size)
+            stored_time = {"time": repr(float(now if taken_at is None else taken_at))}
+            storage.write_arrays(self.folder / (name + SUFFIX), {"x": x}, stored_time, mode=0o600, durable=False)
+        return name
+
+    def ids(self) -> list[str]:
+        """Of the samples that have not passed the age, oldest first. Raises StateError."""
+        oldest = self._oldest_kept(self.clock())
+        return [path.name[:24] for path in self._files() if path.name >= oldest]
+
+    def read(self, name: str) -> Stored | None:
+        """The sample; None if there is none. Raises StateError if the file cannot be read; it is removed if damaged."""
+        path = self._path(name)
+        if path is None or not path.exists():
+            return None
+        try:
+            return _read(path)
+        except StateError as error:
+            if not storage.is_disk_error(error):
+                path.unlink(missing_ok=True)
+                return None
+            if path.exists():
+                raise
+            return None
+
+    @contextlib.contextmanager
+    def labelling(self, name: str, at: int) -> Iterator[Stored | None]:
+        """The sample while it is stored as labelled sample number ``at``, or None if there is none; it is removed
+        after the block, and kept if the block raises. ``recover`` finishes this after a kill. One process at a time may
+        be in the block."""
+        stored = self.read(name)
+        path = self._path(name)
+        if stored is None or path is None:
+            yield None
+            return
+        moved = path.with_name(f"{name}{LABELLING}{at}")
+        storage.move(path, moved)
+        try:
+            yield stored
+        except BaseException:
+            storage.move(moved, path)
+            raise
+        moved.unlink()
+
+    def interrupted(self) -> bool:
+        """Whether a process is in ``labelling``, or was killed there."""
+        return any(self.folder.glob(f"*{LABELLING}*"))
+
+    def recover(self, is_labelled: Callable[[int, np.ndarray[Any, Any]], bool]) -> None:
+        """Ends what a killed process left in ``labelling``. is_labelled: whether a sample is stored as labelled sample
+        of this number. Must not run while a process is in ``labelling``. Raises StateError, DataError."""
+        for path in sorted(self.folder.glob(f"*{LABELLING}*")):
+            name, _, at = path.name.partition(LABELLING)
+            if not re.fullmatch(ID, name) or not at.isdecimal():
+                continue
+            if is_labelled(int(at), _read(path).x):
+                path.unlink()
+            else:
+                storage.move(path, path.with_name(name + SUFFIX))
+
+    def _path(self, name: str) -> Path | None:
+        return self.folder / (name + SUFFIX) if re.fullmatch(ID, name) else None
+
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.folder.iterdir() if re.fullmatch(ID + re.escape(SUFFIX), path.name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StateError(f"cannot be read: {error.strerror or error}", where=str(self.folder)) from error
+
+    def _oldest_kept(self, now: float) -> str:
+        return f"{max(0, int((now - self.max_age_s) * 1e9)):016x}"
+
+    def _make_room(self, files: list[Path], now: float, size: int) -> None:
+        """Removes old samples until another one of ``size`` bytes fits."""
+        oldest, sizes = self._oldest_kept(now), {}
+        for path in files:
+            with contextlib.suppress(FileNotFoundError):
+                sizes[path] = _on_disk(path.stat().st_size)
+        total, number = sum(sizes.values()), len(sizes)
+        for path, bytes_ in sizes.items():
+            if path.name >= oldest and total + size <= self.max_bytes and number < MAX_SAMPLES:
+                break
+            path.unlink(missing_ok=True)
+            total, number = total - bytes_, number - 1
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StateError(f"cannot be written: {error.strerror or error}", where=str(self.folder)) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def _read(path: Path) -> Stored:
+    arrays, metadata = storage.map_file(path, limit=MAX_SAMPLE_BYTES)
+    try:
+        return Stored(path.name[:24], float(metadata["time"]), np.array(arrays["x"]))
+    except (KeyError, ValueError) as error:
+        raise StateError("is no stored sample", where=str(path)) from error

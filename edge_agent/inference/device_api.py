@@ -1,0 +1,179 @@
+"""A device in Python: samples go in, answers come out, labels may come later (``from edge_agent import Device``).
+
+It works on the device's folder, beside ``edge-agent run`` or without it: stored samples and models are the same files,
+under the same locks. No torch, no connection. docs/python-device.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edge_agent.device.sample_buffer import SampleBuffer, Stored
+from edge_agent.inference import relearn
+from edge_agent.inference.service import service_of
+from fleet_core.base.errors import DataError
+from fleet_core.board.device_settings import settings_of
+from fleet_core.data.prepare import prepared
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+BUFFER = "unlabelled"
+NEWEST = 1000
+"""So many of the newest samples are answered to find the least certain ones."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one sample.
+
+    label: the most probable class. probabilities: class -> probability. unknown: whether the sample is far from
+    everything that the device knows; None where the device does not tell. round: of the served model.
+    personalization: the personalizer.
+    """
+
+    label: str
+    probabilities: Mapping[str, float]
+    unknown: bool | None
+    round: int
+    personalization: str
+
+    @property
+    def certainty(self) -> float:
+        """The largest probability."""
+        return max(self.probabilities.values())
+
+
+@dataclass(frozen=True)
+class UnlabelledSample:
+    """A stored sample without a label. id: for ``Device.label``. time: Unix seconds. x: the raw sample [*shape].
+    answer: of the model that answers now; None without one."""
+
+    id: str
+    time: float
+    x: np.ndarray[Any, Any]
+    answer: Answer | None
+
+
+class Device:
+    """The device whose folder is ``home``. Several threads and processes may use one folder.
+
+    Raises ConfigError if device.toml cannot be read, StateError before a model of the fleet has arrived.
+    """
+
+    def __init__(self, home: str | Path):
+        home = Path(home)
+        settings = settings_of(home)
+        limits = settings.unlabelled
+        self._service = service_of(home, settings)
+        self._service.known_classes()
+        self._buffer = SampleBuffer(home / BUFFER, limits.max_bytes, limits.max_age_s)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The fleet's classes, then this device's own. Raises DataError, StateError if the samples cannot be read."""
+        return self._service.local().names()
+
+    def add(self, x: ArrayLike, label: str | None = None, time: float | None = None) -> str:
+        """Stores a raw sample [*shape] and returns its id. The oldest unlabelled samples are removed when a limit of
+        ``[unlabelled]`` in device.toml is passed. label: as in ``label``. time: Unix seconds; None: now.
+
+        Raises DataError for a sample of another shape or dtype, ConfigError for an unknown label, StateError if the
+        disk cannot be written. An unlabelled sample stays if it cannot be stored with its label.
+        """
+        sample = self._sample(x)
+        if time is not None and not math.isfinite(time):
+            raise DataError(f"time {time}", expected="Unix seconds")
+        if label is not None:
+            relearn.check_labels(self._service, [label], new=False)
+        name = self._buffer.add(sample, time)
+        if label is not None:
+            self.label(name, label)
+        return name
+
+    def predict(self, x: ArrayLike) -> Answer:
+        """The answer to a raw sample [*shape] by the newest model and personalization in the folder, whichever process
+        wrote them. Raises DataError, StateError if no model can answer."""
+        sample = self._sample(x)
+        self._service.follow()
+        return self._answers(sample[None])[0]
+
+    def label(self, id: str, label: str, *, new_class: bool = False) -> None:
+        """Gives an unlabelled sample its class; the next personalization learns it. new_class: ``label`` may be a new
+        class of this device alone.
+
+        Raises ConfigError for an unknown label, DataError if no unlabelled sample has this id (it has a label already,
+        or was removed by a limit), StateError.
+        """
+        relearn.check_labels(self._service, [label], new=new_class)
+        with self._service.slots.writing():
+            local = self._service.local()
+            self._buffer.recover(local.is_added)
+            with self._buffer.labelling(id, local.added()) as stored:
+                if stored is None:
+                    raise DataError(
+                        f"no unlabelled sample '{id[:80]}'", where=str(self._buffer.folder),
+                        hint="it has a label already, or a limit under [unlabelled] in device.toml removed it",
+                    )  # fmt: skip
+                local.add(self._sample(stored.x)[None], [label])
+
+    def personalize(self) -> str:
+        """Personalizes the model on all labelled samples now, and returns how. ``edge-agent run`` does it by itself
+        with the next round. Raises ConfigError, DataError without samples, StateError, WorseModel."""
+        return relearn.personalize(self._service).how
+
+    def unlabelled(self, limit: int = 20) -> list[UnlabelledSample]:
+        """At most ``limit`` unlabelled samples: the least certain of the newest ``NEWEST`` first, or the newest first
+        if no model can answer. Samples of another shape or dtype than the model's are left out. Raises StateError."""
+        if self._buffer.interrupted():
+            with self._service.slots.writing():
+                self._buffer.recover(self._service.local().is_added)
+        newest = [self._buffer.read(name) for name in reversed(self._buffer.ids()[-NEWEST:])]
+        fitting = [stored for stored in newest if stored is not None and self._fits(stored)]
+        self._service.follow()
+        if self._service.answering is None or not fitting:
+            return [UnlabelledSample(stored.id, stored.time, stored.x, None) for stored in fitting[:limit]]
+        answers = self._answers(np.stack([stored.x for stored in fitting]))
+        found = [UnlabelledSample(s.id, s.time, s.x, answer) for s, answer in zip(fitting, answers, strict=True)]
+        return sorted(found, key=lambda one: one.answer.certainty if one.answer else 0.0)[:limit]
+
+    def _answers(self, x: np.ndarray[Any, Any]) -> list[Answer]:
+        """Of samples [n, *shape]."""
+        answer = self._service.answers(x)
+        names = answer.classes or self._service.layout.classes
+        return [
+            Answer(
+                label, dict(zip(names, row, strict=True)), answer.unknown[i] if answer.unknown else None,
+                answer.round, answer.personalization,
+            )
+            for i, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))
+        ]  # fmt: skip
+
+    def _fits(self, stored: Stored) -> bool:
+        spec = self._service.layout.sample
+        return stored.x.shape == tuple(spec.shape) and str(stored.x.dtype) == spec.dtype
+
+    def _sample(self, x: ArrayLike) -> np.ndarray[Any, Any]:
+        """x as one raw sample of the model; an image of another size and sound are prepared. Raises DataError."""
+        spec = self._service.layout.sample
+        expected = f"{spec.dtype} {list(spec.shape)}"
+        try:
+            given = np.asarray(x)
+        except ValueError as error:
+            raise DataError(f"is no array: {error}", expected=expected) from error
+        sample = given if given.shape == tuple(spec.shape) else prepared(given[None], spec)[0]
+        if sample.shape != tuple(spec.shape) or not np.can_cast(sample.dtype, spec.dtype, "same_kind"):
+            raise DataError(
+                f"a sample {given.dtype} {list(given.shape)}", expected=expected,
+                hint="one sample at a time, as it was in the file that the fleet was made of",
+            )  # fmt: skip
+        sample = sample.astype(spec.dtype)
+        if not np.isfinite(sample).all():
+            raise DataError("the sample holds a value that is not finite")
+        return sample
