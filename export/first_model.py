@@ -48,7 +48,7 @@ def train_graph_of(
     layout: Layout, method: Method, hyper: Any, initial: Params, *, seed: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> bytes:
-    """The graph with which devices train without torch, as bytes; empty if there is none, which ``say`` is told."""
+    """The graph with which devices train without torch, as bytes; empty if there is none: ``say`` gets the reason."""
     started = time.monotonic()
     say(f"exporting {layout.model}: train …")
     try:

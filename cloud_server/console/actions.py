@@ -60,7 +60,7 @@ def flash(folder: Path, waves: WaveFlash, given: dict[str, Any], by: str) -> str
     further wave. The audit log's second line is written when that has ended. Raises FleetError."""
     sizes, most = given.get("waves", ""), given.get("most_failures", 0)
     if not isinstance(sizes, str):
-        raise ConfigError("are no waves", where="waves", expected="numbers of devices: 1,5,20")
+        raise ConfigError("is no list of waves", where="waves", expected="numbers of devices: 1,5,20")
     if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= MOST_FAILURES:
         raise ConfigError("is no number of failures", where="most_failures", expected=f"0 to {MOST_FAILURES}")
     return waves.begin(sizes, most, lambda: audit_log.recorded(folder, by, "flash"))

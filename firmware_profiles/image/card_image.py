@@ -144,7 +144,7 @@ def _check(source: Path, to: Path) -> None:
     if to.exists() and not to.is_file():
         raise ConfigError("is no plain file", where=str(to), hint="a card is flashed with --to /dev/NAME")
     if to.exists() and to.samefile(source):
-        raise ConfigError("is the image to begin from, which stays as it is", where=str(to), hint="another name")
+        raise ConfigError("is the base image, which is never overwritten", where=str(to), hint="another name")
     if to.exists() and to.stat().st_size and not _is_ours(to):
         raise ConfigError("exists already and was not made by flash", where=str(to),
                           hint="delete it, or take another name")

@@ -73,7 +73,8 @@ def _checked(partitions: Sequence[Partition], size: int) -> tuple[Partition, ...
     end = 0
     for partition in sorted(partitions, key=lambda p: p.start):
         if partition.start < max(end, 512):
-            raise FlashError(f"partition {partition.number} overlaps what is before it", hint="fetch the image again")
+            raise FlashError(f"partition {partition.number} overlaps the table or a partition before it",
+                             hint="fetch the image again")
         end = partition.start + partition.size
         if end > size:
             raise FlashError(f"partition {partition.number} ends at {end} bytes, the image at {size}",

@@ -115,7 +115,7 @@ def yaml_text(value: Any) -> str:
     try:
         import yaml  # in the extra ``flash``; a device does not have it
     except ModuleNotFoundError as error:
-        raise ConfigError("PyYAML is not installed, which writes cloud-init's files",
+        raise ConfigError("PyYAML, which writes cloud-init's files, is not installed",
                           hint='pip install "metafleet[flash]"') from error
 
     # PyYAML has no types: to mypy its class is Any, unless types-PyYAML happens to be installed.

@@ -33,7 +33,7 @@ def text(version: str, parts: Sequence[Part], own: Collection[str], made_at_s: i
         from cyclonedx.output.json import JsonV1Dot6
         from packageurl import PackageURL
     except ModuleNotFoundError as error:
-        raise ConfigError(f"'{error.name}' is not installed, which writes the bill of materials",
+        raise ConfigError(f"'{error.name}', which writes the bill of materials, is not installed",
                           hint='pip install "metafleet[flash]"') from error
     licences = LicenseFactory()
     whole = Component(name="edge-agent", version=version, type=ComponentType.APPLICATION, bom_ref="edge-agent")

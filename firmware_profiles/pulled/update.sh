@@ -105,7 +105,7 @@ unpack() {
     tar -x -z --no-same-owner --strip-components=1 -f "$GOT/program.tar.gz" -C "$part"
     rm -f "$GOT/program.tar.gz"
     cd "$part"
-    [ -z "$(find . ! -type d ! -type f | head -n 1)" ] || unsigned "the program holds what is no file"
+    [ -z "$(find . ! -type d ! -type f | head -n 1)" ] || unsigned "the program holds more than files and folders"
     find . -type f -printf '%P\n' | sort | xargs -r -d '\n' sha256sum >"$FLASH/manifest"
     as_signed "$FLASH/manifest" program "manifest HASH"
     mv "$FLASH/manifest" "$MANIFEST"

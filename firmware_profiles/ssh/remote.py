@@ -147,7 +147,7 @@ class Remote:
         if re.search(r"not found|No such file", answer.errors):
             raise FlashError(f"there is no sudo, and {user} is not root", where=self.where, hint="log in as root")
         raise FlashError(
-            f"sudo does not let {user} be root without a password: {last_line(answer.errors)}", where=self.where,
+            f"{user} cannot become root without a password: {last_line(answer.errors)}", where=self.where,
             hint=f"on the device: echo '{user} ALL=(ALL) NOPASSWD: ALL' | sudo tee /etc/sudoers.d/metafleet",
         )
 

@@ -29,8 +29,8 @@ MARKS = {"waiting": ("·", "dim"), "going": ("…", "cyan"), "done": ("✓", "gr
 
 @dataclass(frozen=True)
 class Waves:
-    """sizes: devices in the first wave, the second, …, of which the last is repeated until all are done; empty for one
-    wave of all. most_failures: in all waves so far, with which a further one begins."""
+    """sizes: number of devices in each wave; the last is repeated until all are done; empty: one wave of all devices.
+    most_failures: another wave begins only if at most this many devices have failed so far."""
 
     sizes: tuple[int, ...] = ()
     most_failures: int = 0
@@ -49,10 +49,10 @@ ONE_WAVE = Waves()
 
 
 def sizes_of(text: str, where: str) -> tuple[int, ...]:
-    """``1,5,20`` as numbers, empty for no text. Raises ConfigError for what is no list of positive numbers."""
+    """``1,5,20`` as numbers, empty for no text. Raises ConfigError if it is no list of positive numbers."""
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
-        raise ConfigError(f"'{text[:80]}' are no waves", where=where, expected="numbers of devices: 1,5,20")
+        raise ConfigError(f"'{text[:80]}' is no list of waves", where=where, expected="numbers of devices: 1,5,20")
     return tuple(map(int, parts))
 
 
@@ -84,11 +84,11 @@ def flash_all(
     entries: Sequence[Entry], work: Work, show: Show, jobs: int, waves: Waves = ONE_WAVE,
     stop: threading.Event | None = None,
 ) -> list[Result]:
-    """``work`` for every entry, ``jobs`` at the same time; results in the order of the entries. What is not begun after
-    a wave with failures has an error that says so.
+    """``work`` for every entry, ``jobs`` at the same time; results in the order of the entries. An entry that was not
+    begun, because too many had failed, has an error that says so.
 
-    An interrupt, ``stop`` that is set, or an error that is no FleetError, ends all: entries that have not begun do not
-    begin, the others end at their next step. A device that is not confirmed by then rolls back by itself.
+    An interrupt, setting ``stop``, or an error other than a FleetError ends the run: no further entry begins, and those
+    under way end at their next step. A device that is not confirmed by then rolls back by itself.
     """
     pool, stop = ThreadPoolExecutor(max(1, min(jobs, len(entries)))), stop or threading.Event()
     try:
@@ -108,7 +108,7 @@ def flash_all(
 
 
 def _not_begun(entry: Entry, why: str, show: Show) -> Result:
-    error = FlashError(f"not begun: {why}", where=entry.to, hint="run the same command again when that is mended")
+    error = FlashError(f"not begun: {why}", where=entry.to, hint="mend that, then run the same command again")
     show.update(entry, "failed", error.what, "")
     return Result(entry, 0.0, error=error, begun=False)
 

@@ -23,7 +23,7 @@ def largest(values: Array) -> float:
 
 
 def nearest(values: Array, scale: Array | float) -> Array:
-    """int8, values / scale rounded to nearest; 0 where the scale is."""
+    """int8, values / scale rounded to nearest; 0 where the scale is 0."""
     rounded: Array = np.rint(_ratio(values, scale))
     return rounded.astype(np.int8)
 

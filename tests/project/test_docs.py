@@ -175,6 +175,12 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_item_of_a_list_begins_a_line(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^.*[.:;)`] (?:\*(?: [A-Z`*\[].*)?|[2-9]\. [A-Z].*)$", text, re.MULTILINE) == []
+
+
 def test_the_index_has_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}

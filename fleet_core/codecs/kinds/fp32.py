@@ -1,4 +1,4 @@
-"""``fp32``: lossless. All first bytes of the words come before all second bytes, because only exponents compress."""
+"""``fp32``: lossless. First bytes of all words, then all second bytes, and so on, because only exponents compress."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Reading:
 
 
 class Sensor(Protocol):
-    """Tells the watts at this moment."""
+    """A source of the present watts."""
 
     @property
     def name(self) -> str:

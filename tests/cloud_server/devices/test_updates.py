@@ -66,7 +66,7 @@ def test_a_program_is_signed_for_the_devices_that_need_it_and_asked_for(desk: Pa
     (("--device", "x"), "x: is not enrolled"),
     (("--url", "http://x/y"), "is no https address"),
     (("--within", "soon"), "--within soon: is not a duration"),
-    (("--waves", "0"), "are no waves"),
+    (("--waves", "0"), "is no list of waves"),
 ])
 def test_what_cannot_be_updated_so_is_refused(desk: Path, run: Run, options: tuple[str, ...], words: str) -> None:
     ran = run("updates", "start", desk / "lab", desk / "kitchen.toml", *options)
