@@ -80,15 +80,7 @@ class SampleBuffer:
         path = self._path(name)
         if path is None or not path.exists():
             return None
-        try:
-            return _read(path)
-        except StateError as error:
-            if not storage.is_disk_error(error):
-                path.unlink(missing_ok=True)
-                return None
-            if path.exists():
-                raise
-            return None
+        return _read_or_remove(path)
 
     @contextlib.contextmanager
     def labelling(self, name: str, at: int) -> Iterator[Stored | None]:
@@ -120,9 +112,10 @@ class SampleBuffer:
             name, _, at = path.name.partition(LABELLING)
             if not re.fullmatch(ID, name) or not at.isdecimal():
                 continue
-            if is_labelled(int(at), _read(path).x):
+            stored = _read_or_remove(path)
+            if stored is not None and is_labelled(int(at), stored.x):
                 path.unlink()
-            else:
+            elif stored is not None:
                 storage.move(path, path.with_name(name + SUFFIX))
 
     def _path(self, name: str) -> Path | None:
@@ -168,6 +161,18 @@ class SampleBuffer:
 
 def _on_disk(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
+
+
+def _read_or_remove(path: Path) -> Stored | None:
+    """None for a file that is damaged, which is removed, or gone. Raises StateError if the disk cannot be read."""
+    try:
+        return _read(path)
+    except StateError as error:
+        if not storage.is_disk_error(error):
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            raise
+        return None
 
 
 def _read(path: Path) -> Stored:

@@ -108,6 +108,16 @@ def test_a_kill_while_a_sample_is_labelled_neither_loses_nor_doubles_it(tmp_path
     assert again.ids() == ([] if stored else [name])
 
 
+def test_a_sample_that_is_damaged_while_it_is_labelled_is_removed(tmp_path: Path) -> None:
+    held = buffer(tmp_path)
+    name = held.add(X)
+    (held.folder / f"{name}.safetensors").unlink()
+    (held.folder / f"{name}.labelling-0").write_bytes(b"torn")
+    held.recover(lambda at, x: False)
+    assert not held.interrupted()
+    assert held.ids() == []
+
+
 def test_a_label_that_cannot_be_stored_leaves_the_sample(tmp_path: Path) -> None:
     held = buffer(tmp_path)
     name = held.add(X)
