@@ -183,7 +183,7 @@ def test_a_damaged_or_foreign_sealed_file_is_refused(
     path = fleet.folder / name
     whole = json.loads(path.read_text())
     bad = [{**whole, "data": whole["data"][:-2] + "zz"}, {**whole, "nonce": ""}, {**whole, "cost": 1 << 40},
-           {**whole, "data": "00" + whole["data"][2:]}]
+           {**whole, "data": ("ff" if whole["data"].startswith("00") else "00") + whole["data"][2:]}]
     for wrong in bad:
         path.write_text(json.dumps(wrong))
         key_files.forget()
