@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from export.backbones.from_onnx import GOLDEN, INT8_TOLERANCE
 from export.graph import IR_VERSION, quiet, samples
+from export.int8_encoder import static_int8
 from fleet_core.backbone.backbone_file import BackboneFile, difference
 from fleet_core.backbone.onnx_runtime import CPU, open_on
 from fleet_core.base.errors import BundleError, ConfigError, DataError
@@ -52,19 +52,17 @@ def quantized(made: BackboneFile, x: Array) -> BackboneFile:
 def _small(made: BackboneFile, x: Array) -> bytes:
     try:
         with tempfile.TemporaryDirectory() as folder, quiet():
-            source, ready, target = (Path(folder) / f"{name}.onnx" for name in ("float", "ready", "int8"))
+            source, ready = Path(folder) / "float.onnx", Path(folder) / "ready.onnx"
             source.write_bytes(made.onnx)
             quant_pre_process(source, ready, skip_symbolic_shape=True)
-            quantize_static(
-                ready, target, _Reader(x), quant_format=QuantFormat.QDQ, per_channel=True,
-                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
-            )  # fmt: skip
-            model = onnx.load(target)
-    except Exception as error:  # the quantizer raises errors of many classes, none of them documented
+            model = onnx.load(ready)
+    except Exception as error:  # as in ``static_int8``
         raise ConfigError(f"cannot be quantized: {str(error)[:300]}", where=made.info.name,
                           hint="leave int8 out") from error
-    model.ir_version = IR_VERSION
-    return bytes(model.SerializeToString(deterministic=True))
+    try:
+        return bytes(static_int8(model, x).SerializeToString(deterministic=True))
+    except BundleError as error:
+        raise ConfigError(error.what, where=made.info.name, hint="leave int8 out") from error
 
 
 def _opset(data: bytes) -> int:
@@ -77,14 +75,3 @@ def _features(data: bytes, x: Array) -> Array:
         return np.concatenate([run(x[k : k + BATCH]) for k in range(0, len(x), BATCH)])
     except BundleError as error:
         raise ConfigError(error.what) from error
-
-
-class _Reader:
-    """A CalibrationDataReader for onnxruntime: raw samples in batches."""
-
-    def __init__(self, x: Array) -> None:
-        self._batches = iter([x[k : k + BATCH] for k in range(0, len(x), BATCH)])
-
-    def get_next(self) -> dict[str, Array] | None:
-        batch = next(self._batches, None)
-        return None if batch is None else {"x": batch}
