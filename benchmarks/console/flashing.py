@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 from cloud_server.commands import cli
 from cloud_server.devices import flash_in_waves, flash_over_ssh
@@ -37,6 +38,5 @@ def _flashed(entries: Any, choices: Any, jobs: int, waves: Any, *, show: Any, st
 
 
 if __name__ == "__main__":
-    setattr(flash_over_ssh, "flashed", _flashed)  # noqa: B010
-    setattr(flash_in_waves, "_missing", lambda: iter(()))  # noqa: B010
-    cli.main()
+    with patch.object(flash_over_ssh, "flashed", _flashed), patch.object(flash_in_waves, "_missing", lambda: ()):
+        cli.main()

@@ -9,8 +9,6 @@ much worse than before.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -98,17 +96,10 @@ def _new_device(manifest: Manifest, name: str) -> Settings:
 def _agent_lock(home: Path) -> Iterator[None]:
     """Holds the lock of the agent in ``home``. Raises StateError if an agent runs there."""
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(home / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StateError(f"cannot be written: {error.strerror or error}", where=str(home)) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        with storage.locked(home, wait=False):
+            yield
     except BlockingIOError as error:
         raise StateError("an agent is running here", where=str(home), hint="stop it, or let the fleet serve") from error
-    finally:
-        os.close(descriptor)
 
 
 def _switched(bundle: Bundle, passed: Passed, home: Path, settings: Settings) -> Installed:

@@ -8,8 +8,6 @@ power cut may lose the newest ones. A file that cannot be read is removed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import re
 import secrets
 import time
@@ -61,7 +59,7 @@ class SampleBuffer:
                 hint="a larger max_bytes under [unlabelled] in device.toml",
             )  # fmt: skip
         now = self.clock()
-        with self._writing():
+        with storage.locked(self.folder):
             files = self._files()
             latest = int(files[-1].name[:16], 16) if files else 0
             name = f"{max(latest + 1, int(now * 1e9)):016x}{secrets.token_hex(4)}"
@@ -144,19 +142,6 @@ class SampleBuffer:
                 break
             path.unlink(missing_ok=True)
             total, number = total - bytes_, number - 1
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StateError(f"cannot be written: {error.strerror or error}", where=str(self.folder)) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def _on_disk(size: int) -> int:

@@ -17,11 +17,9 @@ pointer, until it has written. The idea is from RAUC's slots, which mark a syste
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,19 +64,9 @@ class Slots:
         self._home = home
         self.folder = home.folder / "slots"
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> contextlib.AbstractContextManager[None]:
         """Holds the lock of the slots. Raises StateError if the lock file cannot be opened."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StateError(f"cannot be written: {error.strerror or error}", where=str(self.folder)) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+        return storage.locked(self.folder)
 
     # The pointer ------------------------------------------------------------------------------------------------------
 

@@ -139,13 +139,13 @@ class Device:
         self._service.follow()
         if self._service.answering is None or not fitting:
             return [UnlabelledSample(stored.id, stored.time, stored.x, None) for stored in fitting[:limit]]
-        answers = self._answers(np.stack([stored.x for stored in fitting]))
+        answers = self._answers(np.stack([stored.x for stored in fitting]), again=True)
         found = [UnlabelledSample(s.id, s.time, s.x, answer) for s, answer in zip(fitting, answers, strict=True)]
         return sorted(found, key=lambda one: one.answer.certainty if one.answer else 0.0)[:limit]
 
-    def _answers(self, x: np.ndarray[Any, Any]) -> list[Answer]:
-        """Of samples [n, *shape]."""
-        answer = self._service.answers(x)
+    def _answers(self, x: np.ndarray[Any, Any], *, again: bool = False) -> list[Answer]:
+        """Of samples [n, *shape]. again: as in ``Service.answers``."""
+        answer = self._service.answers(x, again=again)
         names = answer.classes or self._service.layout.classes
         return [
             Answer(

@@ -326,11 +326,14 @@ class Service:
             raise MessageError(f"the question's array is malformed: {error}") from error
         return self.answers(x.astype(question.dtype))
 
-    def answers(self, x: Array) -> Answer:
+    def answers(self, x: Array, *, again: bool = False) -> Answer:
         """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Images of another
-        size and sound are prepared first. Raises StateError if no model can answer, DataError."""
+        size and sound are prepared first. again: of stored samples, which are not counted as questions, nor watched
+        for drift. Raises StateError if no model can answer, DataError."""
         now = self._answering()
-        answer = now.answer(self.stored.as_input(now.layout, x), self.drift.see)
+        answer = now.answer(self.stored.as_input(now.layout, x), None if again else self.drift.see)
+        if again:
+            return answer
         with self._counting:
             self.answered, self.last_answer_s = self.answered + len(answer.labels), time.time()
         return answer

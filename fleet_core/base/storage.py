@@ -7,13 +7,14 @@ answers reads arrays with ``map_file`` and never loads it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
 import mmap
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,22 @@ def check_free_space(folder: Path, like: str) -> None:
         hint = f"{blocks} MiB must be free and writable"
         raise StateError(error.what, where=str(folder), hint=hint) from error.__cause__
     probe.unlink()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Makes the folder and holds the lock of its file ``.lock``, which is not reentrant. wait: until another process
+    has left it. Raises StateError if the file cannot be opened, BlockingIOError without ``wait``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StateError(f"cannot be written: {error.strerror or error}", where=str(folder)) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_disk_error(error: BaseException) -> bool:

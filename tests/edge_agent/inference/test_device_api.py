@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from edge_agent import Device
+from edge_agent.inference import drift
 from edge_agent.inference.device_api import NEWEST
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import processes
@@ -75,6 +76,19 @@ def test_the_least_certain_come_first(tmp_path: Path) -> None:
     assert len(certain) == 10 < NEWEST
     assert certain == sorted(certain)
     assert certain[-1] <= min(device.predict(one.x).certainty for one in device.unlabelled(20)[10:])
+
+
+def test_looking_at_stored_samples_is_no_question(tmp_path: Path) -> None:
+    device = made(tmp_path / "d", "pfldyn-proto", samples=toy(1, 90))
+    for x in toy(2, 40).x:
+        device.add(x)
+    for _ in range(3):
+        assert len(device.unlabelled(limit=40)) == 40
+    assert drift.read(tmp_path / "d") is None
+    device.predict(X)
+    watched = drift.read(tmp_path / "d")
+    assert watched is not None
+    assert watched.sums.answered == 1
 
 
 def test_labels_make_a_device_without_samples_answer(tmp_path: Path) -> None:
