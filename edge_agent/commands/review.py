@@ -33,7 +33,7 @@ def review(
         return
     found = device.unlabelled(limit)
     if as_json:
-        terminal.show([_facts(one) for one in found])
+        terminal.show([one.plain for one in found])
     elif not found:
         print("no unlabelled samples; a program stores them with edge_agent.Device.add")
     elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -80,11 +80,3 @@ def _bars(row: np.ndarray[Any, Any]) -> str:
     step = (most - least) or 1.0
     bars = "".join(BARS[int((mean - least) / step * (len(BARS) - 1))] for mean in means)
     return f"{bars}  {least:.3g} to {most:.3g}"
-
-
-def _facts(one: UnlabelledSample) -> dict[str, Any]:
-    facts: dict[str, Any] = {"id": one.id, "time": one.time}
-    if one.answer is not None:
-        facts |= {"label": one.answer.label, "probabilities": dict(one.answer.probabilities),
-                  "unknown": one.answer.unknown}
-    return facts

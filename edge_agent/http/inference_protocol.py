@@ -9,6 +9,8 @@ classes. An answer's parameters name its round, model and personalization.
 
 Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, and
 personalizes at once. A label that is no class is refused, unless the request's parameter ``new_classes`` is true.
+``GET /v2/models/NAME/unlabelled`` lists stored samples without a label, ``GET /v2/models/NAME/unlabelled/ID`` is one of
+them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its ``label``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Array = np.ndarray[Any, Any]
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MAX_JSON_BYTES = 4 << 20
 """Parsed numbers take up to ten times the memory of their JSON, and lists more; larger batches need binary data."""
-EXTENSIONS = ("binary_tensor_data", "labelled_samples")
+EXTENSIONS = ("binary_tensor_data", "labelled_samples", "unlabelled_samples")
 LIVE = "/v2/health/live"
 NOT_READY = "no model has been served to this device yet"
 
@@ -74,6 +76,15 @@ class Model(typing.Protocol):
     def learn(self, x: Array, labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
         """new: labels may name new classes of this device. Raises FleetError."""
 
+    def unlabelled(self) -> Sequence[Mapping[str, Any]]:
+        """Stored samples without a label, as plain values, the least certain first. Raises FleetError."""
+
+    def unlabelled_sample(self, name: str) -> Array:
+        """[*shape]. Raises FleetError."""
+
+    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
+        """Labels the unlabelled sample of this id. new: as in ``learn``. Raises FleetError."""
+
 
 @dataclass(frozen=True)
 class InferenceRequest:
@@ -105,6 +116,9 @@ class InferenceProtocol:
             ("GET", re.compile(f"{of_model}/ready"), self._model_ready),
             ("POST", re.compile(f"{of_model}/infer"), self._infer),
             ("POST", re.compile(f"{of_model}/samples"), self._samples),
+            ("GET", re.compile(f"{of_model}/unlabelled"), self._unlabelled),
+            ("GET", re.compile(f"{of_model}/unlabelled/[^/]+"), self._unlabelled_sample),
+            ("POST", re.compile(f"{of_model}/label"), self._label),
         ]
 
     def answer(self, request: Request) -> Response:
@@ -199,6 +213,28 @@ class InferenceProtocol:
         self._check_version(version, facts.round)
         parsed = self._parse(request, {"x": _form(facts), "label": Form("BYTES")})
         return as_json(self._model.learn(parsed.x, parsed.labels, new=parsed.new_classes))
+
+    def _unlabelled(self, request: Request, version: str | None) -> Response:
+        self._check_version(version, self._facts().round)
+        return as_json(self._model.unlabelled())
+
+    def _unlabelled_sample(self, request: Request, version: str | None) -> Response:
+        self._check_version(version, self._facts().round)
+        name = request.head.path.rpartition("/")[2]
+        x = self._model.unlabelled_sample(name)
+        return as_json({"id": name, "datatype": tensors.OF_NUMPY[str(x.dtype)], "shape": x.shape,
+                        "data": x.ravel().tolist()})
+
+    def _label(self, request: Request, version: str | None) -> Response:
+        self._check_version(version, self._facts().round)
+        with self._reading:
+            body, _ = _split(request)
+        for key in ("id", "label"):
+            if not isinstance(body.get(key), str):
+                raise MessageError(f"'{key}' is {tensors.shown(body.get(key))}", expected="text")
+        where = "the request's parameters"
+        new = tensors.flag(tensors.parameters_of(body, where), "new_classes", False, where)
+        return as_json(self._model.label(body["id"], body["label"], new=new))
 
     def _parse(self, request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
         with self._reading:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.link.host_names import is_loopback, of_this_machine
 from fleet_core.protocol.device_messages import Answer
+
+if TYPE_CHECKING:
+    from edge_agent.inference.device_api import Device
 
 CHECK_S = 0.5
 BEYOND_PER_S = 50.0
@@ -64,6 +67,25 @@ class ServedModel:
         from edge_agent.inference import relearn  # not loaded by a device that only answers
 
         return relearn.learn(self._service, x, labels, new=new)
+
+    def _device(self) -> Device:
+        from edge_agent.inference.device_api import Device  # as above
+
+        return Device(self._service.stored.home.folder, self._service)
+
+    def unlabelled(self) -> Sequence[Mapping[str, Any]]:
+        return [one.plain for one in self._device().unlabelled()]
+
+    def unlabelled_sample(self, name: str) -> np.ndarray[Any, Any]:
+        return self._device().sample(name)
+
+    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
+        device = self._device()
+        device.label(name, label, new_class=new)
+        try:
+            return {"id": name, "label": label, "personalization": device.personalize()}
+        except FleetError as error:
+            return {"id": name, "label": label, "counts_later": str(error).splitlines()[0]}
 
 
 def start(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:

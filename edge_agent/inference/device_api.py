@@ -16,7 +16,7 @@ import numpy as np
 
 from edge_agent.device.sample_buffer import SampleBuffer, Stored
 from edge_agent.inference import relearn
-from edge_agent.inference.service import service_of
+from edge_agent.inference.service import Service, service_of
 from fleet_core.base.errors import DataError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.prepare import prepared
@@ -60,6 +60,15 @@ class UnlabelledSample:
     x: np.ndarray[Any, Any]
     answer: Answer | None
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """All but x as plain values."""
+        facts: dict[str, Any] = {"id": self.id, "time": self.time}
+        if self.answer is not None:
+            facts |= {"label": self.answer.label, "probabilities": dict(self.answer.probabilities),
+                      "unknown": self.answer.unknown}
+        return facts
+
 
 class Device:
     """The device whose folder is ``home``. Several threads and processes may use one folder.
@@ -67,11 +76,12 @@ class Device:
     Raises ConfigError if device.toml cannot be read, StateError before a model of the fleet has arrived.
     """
 
-    def __init__(self, home: str | Path):
+    def __init__(self, home: str | Path, service: Service | None = None):
+        """service: of this folder, if this process has opened one already."""
         home = Path(home)
         settings = settings_of(home)
         limits = settings.unlabelled
-        self._service = service_of(home, settings)
+        self._service = service or service_of(home, settings)
         self._service.known_classes()
         self._buffer = SampleBuffer(home / BUFFER, limits.max_bytes, limits.max_age_s)
 
@@ -117,11 +127,19 @@ class Device:
             self._buffer.recover(local.is_added)
             with self._buffer.labelling(id, local.added()) as stored:
                 if stored is None:
-                    raise DataError(
-                        f"no unlabelled sample '{id[:80]}'", where=str(self._buffer.folder),
-                        hint="it has a label already, or a limit under [unlabelled] in device.toml removed it",
-                    )  # fmt: skip
+                    raise self._missing(id)
                 local.add(self._sample(stored.x)[None], [label])
+
+    def sample(self, id: str) -> np.ndarray[Any, Any]:
+        """An unlabelled sample [*shape]. Raises DataError if there is none with this id, StateError."""
+        stored = self._buffer.read(id)
+        if stored is None:
+            raise self._missing(id)
+        return stored.x
+
+    def _missing(self, id: str) -> DataError:
+        return DataError(f"no unlabelled sample '{id[:80]}'", where=str(self._buffer.folder),
+                         hint="it has a label already, or a limit under [unlabelled] in device.toml removed it")
 
     def personalize(self) -> str:
         """Personalizes the model on all labelled samples now, and returns how. ``edge-agent run`` does it by itself

@@ -52,6 +52,17 @@ class Sums:
         self.learned.append((x, labels))
         return {"added": len(labels), "new": new}
 
+    def unlabelled(self) -> Sequence[Mapping[str, Any]]:
+        return [{"id": "ab", "time": 1.0}]
+
+    def unlabelled_sample(self, name: str) -> np.ndarray:
+        if name != "ab":
+            raise DataError(f"no unlabelled sample '{name}'")
+        return np.array([1, 2], np.float32)
+
+    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
+        return {"id": name, "label": label, "new": new}
+
 
 def get(path: str, model: Sums | None = None, method: str = "GET", **headers: str) -> tuple[int, Any]:
     response = InferenceProtocol(model or Sums()).answer(Request(Head(method, path, headers)))
@@ -107,8 +118,33 @@ def test_a_model_is_ready_in_the_version_that_answers_and_no_other() -> None:
 
 def test_the_server_says_what_it_is() -> None:
     status, said = get("/v2")
-    assert (status, said["name"], said["extensions"]) == (200, "edge-agent", ["binary_tensor_data", "labelled_samples"])
+    assert (status, said["name"]) == (200, "edge-agent")
+    assert said["extensions"] == ["binary_tensor_data", "labelled_samples", "unlabelled_samples"]
     assert get("/v2/") == (status, said)
+
+
+def test_unlabelled_samples_are_listed_shown_and_labelled() -> None:
+    assert get("/v2/models/sums/unlabelled") == (200, [{"id": "ab", "time": 1.0}])
+    assert get("/v2/models/sums/unlabelled/ab") == (
+        200, {"id": "ab", "datatype": "FP32", "shape": [2], "data": [1.0, 2.0]})
+    assert get("/v2/models/sums/unlabelled/cd") == (400, {"error": "no unlabelled sample 'cd'"})
+    assert get("/v2/models/sums/unlabelled", method="POST")[0] == 405
+    assert get("/v2/models/sums/versions/6/unlabelled")[0] == 404
+
+
+@pytest.mark.parametrize(("body", "status", "words"), [
+    ({"id": "ab", "label": "b"}, 200, ""),
+    ({"id": "ab", "label": "b", "parameters": {"new_classes": True}}, 200, ""),
+    ({"id": "ab"}, 400, "'label' is"), ({"id": 7, "label": "b"}, 400, "'id' is"), ([], 400, "no JSON object"),
+    ({"id": "ab", "label": "b", "parameters": {"new_classes": 1}}, 400, "'new_classes' is"),
+])  # fmt: skip
+def test_a_label_comes_with_an_id(body: Any, status: int, words: str) -> None:
+    request = Request(Head("POST", "/v2/models/sums/label"), json.dumps(body).encode())
+    response = InferenceProtocol(Sums()).answer(request)
+    found = json.loads(response.body)
+    assert (response.status, words in str(found)) == (status, True)
+    if status == 200:
+        assert found == {"id": "ab", "label": "b", "new": "parameters" in body}
 
 
 def test_the_model_says_its_tensors_classes_and_version() -> None:

@@ -23,6 +23,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.on_device import asking, swap
+from edge_agent import Device
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.http import access, serve
@@ -207,6 +208,20 @@ def test_labelled_samples_personalize_at_once(server: HttpServer, service: Servi
     again = service_of(home, settings_of(home))
     again.restore()
     assert again.answers(x[:1]) == service.answers(x[:1]), "and another process answers so too"
+
+
+def test_a_late_label_personalizes_at_once(server: HttpServer, service: Service, home: Path) -> None:
+    name = Device(home).add(X[0])
+    status, listed = said(server, "GET", "/v2/models/desk/unlabelled")
+    assert (status, [one["id"] for one in listed]) == (200, [name])
+    _, one = said(server, "GET", f"/v2/models/desk/unlabelled/{name}")
+    np.testing.assert_array_equal(np.array(one["data"], np.float32), X[0])
+    body = json.dumps({"id": name, "label": "b"}).encode()
+    assert said(server, "POST", "/v2/models/desk/label", body) == (
+        200, {"id": name, "label": "b", "personalization": "proto"})
+    assert service.local().added() == 1
+    status, found = said(server, "POST", "/v2/models/desk/label", body)
+    assert (status, "no unlabelled sample" in found["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(("label", "x", "words"), [
