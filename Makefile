@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Without compiled files every program that a test starts compiles all its modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 

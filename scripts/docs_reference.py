@@ -19,7 +19,7 @@ import typer
 
 import metafleet
 from cloud_server.commands import cli
-from cloud_server.commands.examples import EXAMPLES
+from cloud_server.commands.help_texts import EXAMPLES
 from cloud_server.console import app as console
 from cloud_server.laboratory.plan.experiment import Experiment
 from cloud_server.records.fleet_settings import FleetConfig

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cloud_server.figures.formatting import ABSENT
 from fleet_core.base import processes, schema, terminal
-from fleet_core.board import catalogue
-from fleet_core.board import profile as boards
-from fleet_core.board.profile import Profile
-from fleet_core.power.energy_model import BoardModel
+
+if TYPE_CHECKING:
+    from fleet_core.board.profile import Profile
 
 profiles_app = typer.Typer(help="The known boards.", invoke_without_command=True)
 
 FOLDER = Annotated[
     Path | None,
     typer.Option(
-        "--folder", envvar=catalogue.FOLDER_VARIABLE, metavar="DIR", help="Your own profiles, NAME.toml each."
+        "--folder", envvar="METAFLEET_PROFILES", metavar="DIR", help="Your own profiles, NAME.toml each."
     ),
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -33,6 +32,8 @@ def profiles(context: typer.Context, folder: FOLDER = None, as_json: JSON = Fals
     if context.invoked_subcommand is not None:
         context.obj = folder
         return
+    from fleet_core.board import catalogue
+
     found = catalogue.all_of(folder)
     if as_json:
         return terminal.show([facts(board, catalogue.path_of(name, folder)) for name, board in found.items()])
@@ -52,6 +53,9 @@ def show(
     as_json: JSON = False,
 ) -> None:
     """Show one board in full: every figure with its source, and which figures are absent."""
+    from fleet_core.board import catalogue
+    from fleet_core.board import profile as boards
+
     path = catalogue.path_of(name, folder or context.obj)
     board = boards.load(path)
     if as_json:
@@ -69,6 +73,8 @@ def facts(board: Profile, path: Path) -> dict[str, Any]:
 
 def absent(board: Profile) -> dict[str, str]:
     """{term of the energy model that is unknown: why}. A power sensor measures computing and radio itself."""
+    from fleet_core.power.energy_model import BoardModel
+
     terms = dict(BoardModel(board).absent_terms)
     if board.power.sensor in ("pmic", "ina3221", "hwmon"):
         return {"idle": "no cited idle watts: a sensor does not separate idle from work"} if "idle" in terms else {}

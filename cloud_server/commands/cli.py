@@ -11,7 +11,7 @@ import typer
 
 from cloud_server.choices.datasets import datasets_app
 from cloud_server.choices.profiles import profiles_app
-from cloud_server.commands import backbones, bundle, costs, examples, keys, lab, monitoring, plan
+from cloud_server.commands import backbones, bundle, costs, help_texts, keys, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
 from cloud_server.commands.lab import FIT, RATE, SECONDS, SIZE, STRIDE, WINDOW
 from cloud_server.commands.server import BROKER, server_app
@@ -336,7 +336,7 @@ for command in (bundle.export, monitoring.audit, monitoring.console, monitoring.
                 costs.costs, plan.plan, flash.flash, lab.simulate, lab.compare, lab.advise):
     app.command()(command)
 
-examples.add_to(app)
+help_texts.add_to(app)
 
 
 def main() -> None:

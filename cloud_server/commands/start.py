@@ -34,8 +34,11 @@ def application() -> typer.Typer:
     """The program without commands, with ``--version`` and ``--verbose``."""
     import typer
 
+    from cloud_server.commands.help_texts import BySection
+
     made = typer.Typer(
-        help="Personalized federated learning on real edge devices.", no_args_is_help=True,
+        help="Personalized federated learning on real edge devices.", no_args_is_help=True, rich_markup_mode=None,
+        cls=BySection,
         pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     )
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloud_server.ledger.ledger import Ledger, requested_at
-from cloud_server.ledger.ledger_tables import Certificate, Device
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.processes import typed
 from fleet_core.protocol import topics
 
 if TYPE_CHECKING:
+    from cloud_server.ledger.ledger import Ledger
+    from cloud_server.ledger.ledger_tables import Device
     from cloud_server.records.fleet_folder import Fleet
 
 devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
@@ -68,6 +68,12 @@ def broker_url(broker: str | None, fleet: Fleet, plain: bool = False) -> str:
     return aggregator_process.private_url(fleet)
 
 
+def _ledger(fleet: Fleet) -> Ledger:
+    from cloud_server.ledger.ledger import Ledger
+
+    return Ledger(fleet.ledger_path, create=False)
+
+
 # List and show --------------------------------------------------------------------------------------------------------
 
 
@@ -77,7 +83,7 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)
-    with Ledger(made.ledger_path, create=False) as ledger:
+    with _ledger(made) as ledger:
         listed = [facts_of(ledger, row) for row in listed_devices(ledger)]
     if as_json:
         return terminal.show(listed)
@@ -99,7 +105,7 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     """Show one device: state, capabilities, certificate, costs."""
     from cloud_server.records.fleet_folder import Fleet
 
-    with Ledger(Fleet.load(fleet).ledger_path, create=False) as ledger:
+    with _ledger(Fleet.load(fleet)) as ledger:
         facts = {**facts_of(ledger, known_device(ledger, fleet, name)),
                  "volume": schema.plain(ledger.volume("device").get(name)),
                  "energy": schema.plain(ledger.joules("device").get(name)),
@@ -120,6 +126,7 @@ def _fact_text(key: str, value: Any) -> str:
 def listed_devices(ledger: Ledger) -> list[Device]:
     """The devices of the ledger, those with an unused token, and those with a pending request; by name."""
     from cloud_server.identity import token_enrolment
+    from cloud_server.ledger.ledger_tables import Device
 
     known = {device.name: device for device in ledger.devices()}
     for invited in token_enrolment.open_tokens(ledger).values():
@@ -158,6 +165,8 @@ def engine_of(device: Device) -> str:
 
 def pending_requests(ledger: Ledger) -> dict[str, str]:
     """Device -> one of ``REQUESTS``: its newest request that the aggregator has not carried out yet."""
+    from cloud_server.ledger.ledger import requested_at
+
     requests = [(requested_at(value), *key.partition("/")[::2]) for key, value in ledger.requests().items()]
     return {name: what for _, what, name in sorted(requests) if what in REQUESTS}
 
@@ -181,7 +190,7 @@ def known_device(ledger: Ledger, fleet: Path, name: str) -> Device:
 
 def enrolled_device(fleet: Fleet, name: str) -> Device:
     """The enrolled device of this name. Raises ConfigError if it never joined or was revoked."""
-    with Ledger(fleet.ledger_path, create=False) as ledger:
+    with _ledger(fleet) as ledger:
         device = known_device(ledger, fleet.folder, name)
     if device.status != "enrolled":
         why = "was revoked" if device.status == "revoked" else "has not joined yet"
@@ -232,7 +241,7 @@ def _enrol_without_token(fleet: Fleet, name: str, to: Path, url: str, as_json: b
     from cloud_server.identity import audit_log, device_folder
 
     path = device_folder.write_device_folder(fleet, name, to, url)
-    with Ledger(fleet.ledger_path, create=False) as ledger:
+    with _ledger(fleet) as ledger:
         ledger.request_enrolment(name)
     audit_log.done(fleet.folder, "enrol", name)
     if as_json:
@@ -283,9 +292,10 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
     runs. Raises ConfigError if there is no such device, StateError."""
     from cloud_server.identity import fleet_certificates
     from cloud_server.ledger import disk_errors
+    from cloud_server.ledger.ledger_tables import Certificate
 
     def asked() -> tuple[list[str], bool]:
-        with Ledger(fleet.ledger_path, create=False) as ledger:
+        with _ledger(fleet) as ledger:
             known_device(ledger, fleet.folder, name)
             ledger.request(f"revoke/{name}", repr(time.time()))
             serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
@@ -325,7 +335,7 @@ def _ask(folder: Path, name: str, what: str, done: str, as_json: bool) -> None:
 
     fleet = Fleet.load(folder)
     enrolled_device(fleet, name)
-    with Ledger(fleet.ledger_path, create=False) as ledger:
+    with _ledger(fleet) as ledger:
         ledger.request(f"{what}/{name}", repr(time.time()))
     audit_log.done(folder, what, name)
     running = fleet.running()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules
+if TYPE_CHECKING:
+    from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules
 
 ABSENT = "—"
 NOT_COUNTED = "not counted"

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from cloud_server.commands import cli
-from cloud_server.commands.examples import EXAMPLES
+from cloud_server.commands.help_texts import EXAMPLES, SECTIONS
 from tests.support.waiting import PATIENCE_S
 
 
@@ -26,6 +26,11 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
 
 
 COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+
+
+def test_every_command_is_in_one_section_of_the_programs_help() -> None:
+    listed = [name for names in SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
 
 
 def test_every_command_has_an_example_and_no_other_has() -> None:

@@ -1,8 +1,21 @@
-"""The example below each command's help."""
+"""What help shows besides options: the commands by what one wants to do, and an example below each command."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
+
+SECTIONS = {
+    "Begin": ("demo", "init", "doctor"),
+    "Run a fleet": ("server", "devices", "watch", "console", "report", "costs", "plan", "audit"),
+    "Answers": ("predict", "export", "bundle"),
+    "Boards": ("flash", "profiles", "programs", "updates"),
+    "Choose a method and a model": ("advise", "simulate", "compare", "methods", "codecs", "datasets", "backbone"),
+    "Other systems": ("metrics", "home-assistant"),
+}
 
 EXAMPLES = {
     "demo": "metafleet demo --devices 4 --rounds 10 --codec int8",
@@ -59,11 +72,31 @@ EXAMPLES = {
 
 
 def add_to(app: typer.Typer, within: str = "") -> None:
-    """Below the help of every command of ``app`` and of its groups."""
+    """An example below the help of every command of ``app`` and of its groups, and whole help in the lists."""
     for command in app.registered_commands:
         name = command.name or (command.callback.__name__.replace("_", "-") if command.callback else "")
         example = EXAMPLES.get(f"{within}{name}")
         command.epilog = f"Example: {example}" if example else None
     for group in app.registered_groups:
         if group.typer_instance is not None:
+            group.cls = WholeHelp
             add_to(group.typer_instance, f"{within}{group.name} ")
+
+
+class WholeHelp(TyperGroup):
+    """Lists each command with the whole first paragraph of its help, under the titles of ``sections``."""
+
+    def sections(self) -> Mapping[str, Iterable[str]]:
+        return {"Commands": self.commands}
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in self.sections().items():
+            with formatter.section(title):
+                formatter.write_dl([(name, (self.commands[name].help or "").partition("\n\n")[0]) for name in names])
+
+
+class BySection(WholeHelp):
+    """The program itself: its commands by what one wants to do."""
+
+    def sections(self) -> Mapping[str, Iterable[str]]:
+        return SECTIONS
