@@ -42,7 +42,8 @@ from fleet_core.protocol import enrolment_token
 VALID_S = 30 * 86400.0  # a token's lifetime
 TOKEN_STEP_BYTES = 1024
 TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
-          "metrics": agents.Metrics, "power": agents.Power, "radio": agents.Radio}
+          "metrics": agents.Metrics, "power": agents.Power, "radio": agents.Radio, "unlabelled": agents.Unlabelled,
+          "privacy": agents.Demands}
 
 
 @dataclass(frozen=True)

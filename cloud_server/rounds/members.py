@@ -19,6 +19,7 @@ from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records.fleet_settings import LinkSection
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
+from fleet_core.board.device_settings import Demands
 from fleet_core.model import choose_codec
 from fleet_core.protocol import messages
 from fleet_core.protocol.device_messages import Presence
@@ -345,11 +346,11 @@ class Members:
 
 def inability(
     presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True,
-    private: bool = False, secure: bool = False,
+    private: bool = False, secure: bool = False, noise: float = 0.0,
 ) -> str | None:
     """Why a device cannot take part in rounds, or None. parameters: the model's number of parameters. parts: a round
     may train a part of the model. graph: the fleet has a graph for training without torch. private: updates are
-    clipped, and may get noise. secure: updates are masked."""
+    clipped, and may get noise. secure: updates are masked. noise: what devices add themselves, over the clip."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
@@ -371,4 +372,5 @@ def inability(
     if secure and not presence.secure:
         return ("cannot mask its updates, as secure_aggregation asks: its agent is too old, or device.toml names no "
                 "certificate of this fleet ('metafleet flash' gives one)")
-    return None
+    unmet = Demands(presence.demands_secure, presence.demands_noise).unmet(secure=secure, noise=noise)
+    return f"its [privacy] keeps it out: {unmet}" if unmet else None

@@ -41,6 +41,7 @@ from cloud_server.rounds.waiting import FirstWait, Places, Waiting
 from fleet_core.link.interface import Link
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.privacy.settings import LOCAL
 from fleet_core.protocol.device_messages import Down
 
 
@@ -101,6 +102,7 @@ def assemble(
         inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS),
         parts=fleet.config.train.parts, graph=steps is not None, private=fleet.config.privacy.on,
         secure=fleet.config.privacy.secure_aggregation,
+        noise=fleet.config.privacy.noise_multiplier if fleet.config.privacy.mode == LOCAL else 0.0,
     )
     audit = Recorder(fleet.folder, now, log)
     members = Members(

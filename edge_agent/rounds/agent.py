@@ -73,7 +73,7 @@ class Agent:
         self.accounts, self.trainer, self.adapter = accounts, trainer, adapter or AdapterProcess()
         self.name, self.fleet = settings.device.name, settings.device.fleet
         self.boot = boot or secrets.token_hex(8)
-        self._clock, self._log = clock, log
+        self._clock, self._log, self._demands = clock, log, settings.privacy
         self._check = ManifestCheck(self.fleet, settings.device.key, home, now_ms)
         limits = limits or Limits(settings.train.enabled and trainer is not None)
         trains = settings.train.enabled and trainer is not None and limits.train
@@ -442,6 +442,9 @@ class Agent:
         return self._fetcher.target == lacking.id
 
     def _take_part(self, manifest: Manifest) -> None:
+        unmet = self._demands.unmet(secure=manifest.up.secure is not None, noise=manifest.up.local_noise)
+        if unmet:
+            raise RoundError(f"this device's [privacy] keeps it out: {unmet}")
         if self._models.adopt_training(manifest):
             if self._per_device.is_here(manifest):
                 self._reporter.enter("train")

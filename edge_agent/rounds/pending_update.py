@@ -48,6 +48,8 @@ class PendingUpdates:
         self._offered_seq = manifest.seq
         self._reporter.enter("upload")
         rules = manifest.up.secure
+        if rules is None and exponent_of(pending.upload.codec) is not None:
+            return self._discard(pending)  # made to be masked, and this round sums in the open now
         if rules is None or pending.upload.secure == rules.session:
             return self._uploader.offer(pending)
         self._uploader.stop()

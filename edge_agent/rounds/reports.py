@@ -132,6 +132,8 @@ class Reporter:
             key=key,
             ca=ca,
             moved=moved,
+            demands_secure=self._settings.privacy.secure_aggregation,
+            demands_noise=self._settings.privacy.noise_multiplier,
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

@@ -160,6 +160,27 @@ class Unlabelled:
 
 
 @dataclass(frozen=True)
+class Demands:
+    """How the fleet must protect this device's updates; it trains in no round that protects them less.
+
+    secure_aggregation: the aggregator gets sums alone. noise_multiplier: at least so much noise, in multiples of the
+    clip, which the device itself adds; 0: none.
+    """
+
+    secure_aggregation: bool = False
+    noise_multiplier: float = field(default=0.0, metadata={"min": 0, "max": 1e9})
+
+    def unmet(self, *, secure: bool, noise: float) -> str:
+        """What is demanded and not offered, or empty. secure: whether there is secure aggregation. noise: the
+        multiplier in the mode ``local``, else 0."""
+        if self.secure_aggregation and not secure:
+            return "it demands secure aggregation"
+        if noise < self.noise_multiplier:
+            return f"it demands local noise of {self.noise_multiplier:g} times the clip, and adds {noise:g} here"
+        return ""
+
+
+@dataclass(frozen=True)
 class Settings:
     """The contents of ``device.toml``."""
 
@@ -174,6 +195,7 @@ class Settings:
     metrics: Metrics = field(default_factory=Metrics)
     tls: Tls = field(default_factory=Tls)
     unlabelled: Unlabelled = field(default_factory=Unlabelled)
+    privacy: Demands = field(default_factory=Demands)
 
     def listening(self, host: str, port: int, *, open: bool = False) -> Settings:
         """These settings with another HTTP ``host`` and ``port``. open: allow plain HTTP to everyone there."""

@@ -45,7 +45,8 @@ class Presence:
     secure: whether it follows ``SecureRules``: it knows them, and has a certificate. key: id of the newest key of the
     fleet that it has; empty in a fleet that never had another. ca: id of the authority of its certificate, likewise.
     update: of programs that it fetches itself; None: it cannot. moved: how many samples it had answered when it noticed
-    that they have moved away from what it was personalized on; 0: it has not.
+    that they have moved away from what it was personalized on; 0: it has not. demands_secure, demands_noise: what the
+    device demands of rounds (``device_settings.Demands``).
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -73,6 +74,8 @@ class Presence:
     key: str = field(default="", metadata={"max_length": 16})
     ca: str = field(default="", metadata={"max_length": 40})
     moved: int = field(default=0, metadata={**whole(1 << 53), "sparse": True})
+    demands_secure: bool = field(default=False, metadata={"sparse": True})
+    demands_noise: float = field(default=0.0, metadata={"min": 0, "max": 1e9, "sparse": True})
 
 
 @dataclass(frozen=True)

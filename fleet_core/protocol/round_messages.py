@@ -97,6 +97,11 @@ class UploadRules:
     privacy: PrivacyRules | None = None
     secure: SecureRules | None = None
 
+    @property
+    def local_noise(self) -> float:
+        """The multiplier of the noise that each device adds; 0 without."""
+        return self.privacy.noise if self.privacy is not None and self.privacy.mode == "local" else 0.0
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -32,7 +32,7 @@ from export.first_model import first
 from fleet_core.base import trees
 from fleet_core.base.errors import RevokedError
 from fleet_core.base.trees import Params
-from fleet_core.board.device_settings import Data, Identity, Settings, Tls, Training
+from fleet_core.board.device_settings import Data, Demands, Identity, Settings, Tls, Training
 from fleet_core.board.limits import Limits
 from fleet_core.data.samples import Samples, save
 from fleet_core.link.interface import Will
@@ -143,7 +143,7 @@ class World:
     def start_agent(self, name: str, samples: Samples | None = None, **data: Any) -> Agent:
         """train=False: the device only personalizes and answers. trainer=False: it has no torch and no engine.
         engine="onnx": it trains without torch. limits: of its board, called ``board``. updates(link,
-        home): what fetches programs. Other keywords belong to ``[data]``."""
+        home): what fetches programs. demands: its ``[privacy]``. Other keywords belong to ``[data]``."""
         self.lives += 1
         home = DeviceState(self.folder / "devices" / name)
         if samples is not None:
@@ -151,9 +151,10 @@ class World:
             save(home.folder / "samples.npz", samples)
         train, torch_is_there, limits = data.pop("train", True), data.pop("trainer", True), data.pop("limits", None)
         engine, board = data.pop("engine", "torch"), data.pop("board", "")
-        updates = data.pop("updates", None)
+        updates, demands = data.pop("updates", None), data.pop("demands", Demands())
         tls = certified(self.fleet, home.folder, name) if self.fleet.config.privacy.secure_aggregation else Tls()
-        settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train), tls=tls)
+        settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train), tls=tls,
+                            privacy=demands)
         boot = f"{name}{self.lives}"
         topic, payload = will(settings, boot)
         link = LoopbackLink(self.broker, boot, Will(topic, payload))
