@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.devices import devices, pause, predict
+from cloud_server.devices import devices, pause, predict, updates
 from cloud_server.devices.flash_in_waves import WaveFlash
 from cloud_server.identity import audit_log, fleet_certificates, token_enrolment
 from cloud_server.records.fleet_folder import Fleet
@@ -21,7 +21,7 @@ from fleet_core.base.processes import typed
 from fleet_core.data import unlabelled
 from fleet_core.protocol import topics
 
-ACTIONS = ("pause", "resume", "revoke", "token", "flash", "stop-flash")
+ACTIONS = ("pause", "resume", "revoke", "token", "flash", "stop-flash", "resume-update", "abort-update")
 TOKENS = "tokens"
 HOURS = (1, 24 * 7)
 MOST_FAILURES = 10_000
@@ -52,6 +52,8 @@ def _done(fleet: Fleet, action: str, name: str, given: dict[str, Any]) -> str:
         return devices.revoked_text(name, devices.revoke(fleet, name)[1])
     if action == "token":
         return _token(fleet, name, given.get("hours", 24))
+    if action in ("resume-update", "abort-update"):
+        return updates.ask(fleet, action.removesuffix("-update"))
     raise ConfigError(f"no action '{action[:20]}'", expected=", ".join(ACTIONS))
 
 

@@ -6,7 +6,7 @@
     GET  /rounds/N  /devices/NAME    a round explained; a device
     POST /devices/NAME/answer        a device's answer to samples
     GET  /flash                      what can be flashed in waves, and what is missing for it
-    POST /actions/ACTION             pause, resume, revoke, token, flash, stop-flash
+    POST /actions/ACTION             pause, resume, revoke, token, flash, stop-flash, resume-update, abort-update
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ class FleetView:
         sums = result.sums(self.ledger)
         facts = fleet_status.facts(self._fleet, self.ledger, sums)
         facts["totals"] = _slim(facts["totals"])
+        if "update" in facts:  # of how many devices, not their names
+            facts["update"] = {k: len(v) if isinstance(v, list) else v for k, v in facts["update"].items()}
         volume = None if sums.payload_bytes is None else Volume(
             payload=sums.payload_bytes, mqtt=sums.mqtt_bytes, wire=sums.wire_bytes)
         used = used_of(volume, sums.energy_j, self._fleet.tariff)

@@ -30,6 +30,8 @@ DEVICE_FILE = Annotated[Path, typer.Argument(metavar="DEVICE.toml", help="A devi
                                              "board, system and wheels are those of the program.")]
 KEPT = 3
 """Packages that are kept in the fleet's folder."""
+ASKED_IN = {"resume": ("halted", "aborted"), "abort": ("running", "halted")}
+"""What may be asked of an update, and in which of its states."""
 
 
 @updates_app.command("start")
@@ -104,13 +106,13 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 @updates_app.command("resume")
 def resume(fleet: FLEET) -> None:
     """Go on with an update that was halted or aborted: once more for the devices that do not run it."""
-    _ask(fleet, "resume", ("halted", "aborted"))
+    _asked(fleet, "resume")
 
 
 @updates_app.command("abort")
 def abort(fleet: FLEET) -> None:
     """End an update: no further wave begins, and devices that have not installed it fetch nothing more."""
-    _ask(fleet, "abort", ("running", "halted"))
+    _asked(fleet, "abort")
 
 
 @updates_app.command("save")
@@ -175,21 +177,28 @@ def _chosen(ledger: Ledger, fleet: Fleet, package: UpdatePackage, named: list[st
     return found
 
 
-def _ask(folder: Path, what: str, states: tuple[str, ...]) -> None:
-    from cloud_server.identity import audit_log
+def ask(fleet: Fleet, what: str) -> str:
+    """Asks the aggregator to ``resume`` or ``abort`` the update. Returns a sentence. Raises ConfigError where there is
+    nothing to resume or to abort."""
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records import update_record
-    from cloud_server.records.fleet_folder import Fleet
 
-    fleet = Fleet.load(folder)
-    update = update_record.read(fleet.folder)
+    update, states = update_record.read(fleet.folder), ASKED_IN[what]
     if update is None or update.st not in states:
-        raise ConfigError("there is no update" if update is None else f"the update is {update.st}", where=str(folder),
-                          expected=" or ".join(states))
+        raise ConfigError("there is no update" if update is None else f"the update is {update.st}",
+                          where=str(fleet.folder), expected=" or ".join(states))
     with Ledger(fleet.ledger_path, create=False) as ledger:
         ledger.request("update", f"{what} {time.time()}")
-    audit_log.done(fleet.folder, "update", text=f"{update.plan.version}: {what}")
-    print(f"{update.plan.version}: {what} was asked for")
+    return f"{update.plan.version}: {what} was asked for"
+
+
+def _asked(folder: Path, what: str) -> None:
+    from cloud_server.identity import audit_log
+    from cloud_server.records.fleet_folder import Fleet
+
+    said = ask(Fleet.load(folder), what)
+    audit_log.done(folder, "update", text=said)
+    print(said)
 
 
 def _keep_few(folder: Path) -> None:

@@ -20,6 +20,7 @@ from cryptography import x509
 from cloud_server.figures.formatting import count_text
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Update
+from cloud_server.records import update_record
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
 from cloud_server.results.accuracy_drop import lost
@@ -36,7 +37,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Alert:
-    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy | drift. devices: those concerned."""
+    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy | drift | update. devices: those concerned."""
 
     kind: str
     text: str
@@ -127,7 +128,7 @@ def present(fleet: Fleet, ledger: Ledger, section: AlertsSection, now: float) ->
     if stalled := ledger.fact("stalled"):
         found.append(Alert("stalled", f"the fleet is stalled: {stalled}"))
     return [*found, *_lost(enrolled, section, now), *_refused(ledger, enrolled), *_accuracy(ledger, section),
-            *_drift(enrolled)]
+            *_drift(enrolled), *_update(fleet.folder)]
 
 
 def _disk(folder: Path, section: AlertsSection) -> Iterator[Alert]:
@@ -178,6 +179,14 @@ def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
     if refused:
         reasons = shortened([f"{name} ({reason})" for name, reason in refused.items()])
         yield Alert("refused", f"the last update was refused of {', '.join(reasons)}", tuple(refused))
+
+
+def _update(folder: Path) -> Iterator[Alert]:
+    """An update that devices fetch themselves waits for a person when too many of them have failed."""
+    update = update_record.read(folder)
+    if update is not None and update.st == update_record.HALTED:
+        failed = update.of(update_record.FAILED)
+        yield Alert("update", f"the update to {update.plan.version} is halted: {update.why}", tuple(failed))
 
 
 def _drift(enrolled: dict[str, Device]) -> Iterator[Alert]:

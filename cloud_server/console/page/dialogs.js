@@ -33,6 +33,14 @@ const WORDS = {
     ["most_failures", "Halt when more than this many have failed", h("input", {type: "number", id: "most-failures", min: 0,
       max: 10000, required: true, value: 0})]],
   }),
+  "resume-update": () => ({
+    title: "Go on with the update?", does: "Go on",
+    about: "It starts again from the first wave, for every device that does not run the new program.",
+  }),
+  "abort-update": () => ({
+    title: "End the update?", does: "End it", danger: true,
+    about: "No further wave begins. Devices that have not installed the program fetch nothing more.",
+  }),
   "stop-flash": () => ({
     title: "Stop flashing?", does: "Stop", danger: true,
     about: "No further device begins. Those under way end at their next step, and roll back if they are not back by then.",

@@ -154,7 +154,18 @@ function summary(cards, notes) {
   );
   const said = [now.stalled && `Stalled: ${now.stalled}`, now.ended, ...(now.warnings ?? []),
     now.not_on_yet?.length ? `Enrolled or invited, and not on yet: ${now.not_on_yet.slice(0, 10).join(", ")}` : ""];
-  notes.replaceChildren(...said.filter(Boolean).map((words) => h("p.note", {}, words)));
+  notes.replaceChildren(...said.filter(Boolean).map((words) => h("p.note", {}, words)), ...programs(now.update));
+}
+
+/** How far an update is that devices fetch themselves, with what may be asked of it. */
+function programs(update) {
+  if (!update || update.st === "ended") return [];
+  const counts = ["done", "going", "waiting", "failed"].filter((st) => update[st])
+    .map((st) => `${update[st]} ${st === "going" ? "under way" : st}`);
+  const may = (action, words) => h("button", {type: "button", id: action, click: () => confirmed(action)}, words);
+  return [h("p.note", {}, `Update to ${update.version} is ${update.st}${update.why ? `: ${update.why}` : ""}; ${counts.join(", ")}. `,
+    update.st === "running" ? [] : may("resume-update", "Go on…"), " ",
+    update.st === "aborted" ? [] : may("abort-update", "End it…"))];
 }
 
 function standing(now) {

@@ -9,6 +9,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cloud_server.devices.flash_in_waves import WaveFlash
 from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round, Update
+from cloud_server.records import update_record
 from firmware_profiles.ssh import side_by_side
 from firmware_profiles.ssh.inventory import Entry
 from firmware_profiles.ssh.remote_install import Outcome, Tell
@@ -249,6 +251,21 @@ def test_pausing_asks_the_aggregator_and_is_in_the_audit_log(client: TestClient,
     with Ledger(folder / "ledger.sqlite") as ledger:
         assert ledger.requests() == {"paused": "no"}
     assert any("resume" in value["text"] for key, value in read(folder).items() if key.startswith("l/"))
+
+
+def test_an_update_that_devices_fetch_is_shown_and_gone_on_with(client: TestClient, folder: Path) -> None:
+    refused = client.post("/actions/abort-update", json={}, headers=ORIGIN)
+    assert (refused.status_code, "there is no update" in refused.json()["error"]) == (409, True)
+    update = update_record.begun(update_record.Plan(1, "0.2.0", "aarch64 3.13", ("attic-01", "attic-02"), (1,)))
+    halted = replace(update.moved("attic-01", update_record.FAILED, "no room"), st=update_record.HALTED, why="1 failed")
+    update_record.write(folder, halted)
+    shown = read(folder)["fleet"]["update"]
+    assert (shown["st"], shown["why"], shown["failed"], shown["waiting"]) == ("halted", "1 failed", 1, 1)
+    answer = client.post("/actions/resume-update", json={}, headers=ORIGIN)
+    assert answer.json()["text"] == "0.2.0: resume was asked for"
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        assert ledger.requests()["update"].startswith("resume ")
+    assert audit_log.read(folder)[-1]["action"] == "resume-update"
 
 
 def test_revoking_asks_the_aggregator(client: TestClient, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.console.browser import chromium, complaints, emulate
 from benchmarks.console.made_fleet import MadeFleet
 from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.records import update_record
 from tests.support.paths import ROOT
 from tests.support.programs import Programs, metafleet, programs_in
 from tests.support.waiting import PATIENCE_S
@@ -156,6 +158,23 @@ def test_what_is_missing_for_flashing_is_said_instead_of_asked(page: Page) -> No
     assert page.all("dialog [type=submit]") == []
     page.click("dialog [type=button]")
     page.until(lambda: not page.all("dialog"))
+
+
+def test_a_halted_update_is_on_the_page_and_ended_after_a_question(page: Page) -> None:
+    update = update_record.begun(update_record.Plan(1, "0.2.0", "aarch64 3.13", ("attic-01", "attic-02"), (1,)))
+    halted = replace(update.moved("attic-01", update_record.FAILED, "no room"), st=update_record.HALTED, why="1 failed")
+    update_record.write(page.fleet.folder, halted)
+    page.open("fleet")
+    page.until(lambda: page.all("#abort-update"))
+    assert "Update to 0.2.0 is halted: 1 failed; 1 waiting, 1 failed." in page.text_of(".notes")
+    page.click("#abort-update")
+    page.until(lambda: page.text_of("dialog h2") == "End the update?")
+    assert page.driver.switch_to.active_element.text == "Cancel"
+    page.click("dialog [type=submit]")
+    page.until(lambda: "0.2.0: abort was asked for" in page.text_of("dialog .outcome"))
+    page.click("dialog [type=button]")
+    page.until(lambda: not page.all("dialog"))
+    update_record.path_in(page.fleet.folder).unlink()
 
 
 @pytest.mark.needs("ssh")

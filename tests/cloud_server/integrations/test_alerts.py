@@ -23,6 +23,7 @@ from cloud_server.integrations.alert_senders import Sender, channels, watch
 from cloud_server.integrations.alerts import DAY_S, Alerts, present
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Device, Evaluation, Round, Update
+from cloud_server.records import update_record
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
 from cloud_server.running import aggregator_process
@@ -95,6 +96,18 @@ def test_each_kind_is_found_and_no_other(fleet: Fleet, ledger: Ledger) -> None:
                device("d6", state="on", capabilities={"moved": 3}, status="revoked"))
     found = kinds(fleet, ledger)
     assert {kind: alert.devices for kind, alert in found.items()} == {"drift": ("d5",)}
+
+
+@pytest.mark.usefixtures("running")
+def test_a_halted_update_is_told_with_the_devices_that_failed(fleet: Fleet, ledger: Ledger) -> None:
+    update = update_record.begun(update_record.Plan(1, "0.2.0", "aarch64 3.13", ("d0", "d1"), (1,)))
+    update_record.write(fleet.folder, update)
+    assert kinds(fleet, ledger) == {}, "it is under way"
+    halted = replace(update.moved("d0", update_record.FAILED, "no room"), st=update_record.HALTED, why="1 failed")
+    update_record.write(fleet.folder, halted)
+    found = kinds(fleet, ledger)
+    assert {kind: alert.devices for kind, alert in found.items()} == {"update": ("d0",)}
+    assert found["update"].text == "the update to 0.2.0 is halted: 1 failed"
 
 
 @pytest.mark.usefixtures("running")
