@@ -37,7 +37,8 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Alert:
-    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy | drift | update. devices: those concerned."""
+    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy | drift | update. devices: those
+    concerned."""
 
     kind: str
     text: str
