@@ -19,9 +19,7 @@ profiles_app = typer.Typer(help="The known boards.", invoke_without_command=True
 
 FOLDER = Annotated[
     Path | None,
-    typer.Option(
-        "--folder", envvar="METAFLEET_PROFILES", metavar="DIR", help="Your own profiles, NAME.toml each."
-    ),
+    typer.Option("--folder", metavar="DIR", help="Your own profiles, NAME.toml each; default: $METAFLEET_PROFILES."),
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 

@@ -30,8 +30,6 @@ DEVICE_FILE = Annotated[Path, typer.Argument(metavar="DEVICE.toml", help="A devi
                                              "board, system and wheels are those of the program.")]
 KEPT = 3
 """Packages that are kept in the fleet's folder."""
-ASKED_IN = {"resume": ("halted", "aborted"), "abort": ("running", "halted")}
-"""What may be asked of an update, and in which of its states."""
 
 
 @updates_app.command("start")
@@ -183,7 +181,7 @@ def ask(fleet: Fleet, what: str) -> str:
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records import update_record
 
-    update, states = update_record.read(fleet.folder), ASKED_IN[what]
+    update, states = update_record.read(fleet.folder), update_record.ASKED_IN[what]
     if update is None or update.st not in states:
         raise ConfigError("there is no update" if update is None else f"the update is {update.st}",
                           where=str(fleet.folder), expected=" or ".join(states))

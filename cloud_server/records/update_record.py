@@ -22,6 +22,8 @@ DEFAULT_WITHIN_S = 86400.0
 
 WAITING, GOING, DONE, FAILED = "waiting", "going", "done", "failed"
 RUNNING, HALTED, ENDED, ABORTED = "running", "halted", "ended", "aborted"
+ASKED_IN = {"resume": (HALTED, ABORTED), "abort": (RUNNING, HALTED)}
+"""What an operator may ask of an update, and in which of its states."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every command has an example in its help, and its words are taken as they are; completion for three shells."""
+"""Every command has a section and an example whose words are taken as they are; completion for three shells."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
         yield " ".join(path), command
 
 
-COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+PROGRAM: Any = typer.main.get_command(cli.app)
+COMMANDS = dict(commands(PROGRAM))
 
 
 def test_every_command_is_in_one_section_of_the_programs_help() -> None:
     listed = [name for names in SECTIONS.values() for name in names]
-    assert sorted(listed) == sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    assert sorted(listed) == sorted(PROGRAM.commands)
 
 
 def test_every_command_has_an_example_and_no_other_has() -> None:

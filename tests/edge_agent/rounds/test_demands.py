@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,7 @@ from cloud_server.ledger.ledger_tables import Update
 from cloud_server.rounds import members
 from fleet_core.board.device_settings import Demands
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.stand_ins import BrokerFaults
 from tests.support.world_checks import settled
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
@@ -65,8 +65,7 @@ def test_a_device_whose_demand_is_met_takes_part(tmp_path: Path, privacy: str, d
 def test_an_aggregator_that_asks_anyway_gets_no_update_and_no_trained_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met: Any = lambda self, **offered: ""  # noqa: E731
-    monkeypatch.setattr(members, "Demands", lambda *demanded: type("Ignored", (), {"unmet": met})())
+    monkeypatch.setattr(members, "Demands", lambda *demanded: Demands())
     w = fleet(tmp_path, NOISE, d0=Demands(secure_aggregation=True))
     assert counted(w) == {"d1", "d2", "d3"}
     assert any("d0: train: this device's [privacy] keeps it out: it demands secure aggregation" in line
@@ -86,15 +85,8 @@ def test_what_was_made_to_be_masked_is_not_sent_when_the_round_goes_on_in_the_op
     w.kill_server()
     (w.fleet.folder / "fleet.toml").write_text(text, encoding="utf-8")
     w.start_server()
-    sent: list[str] = []
-    publish = w.broker.publish
-
-    def seen(*arguments: Any, **keywords: Any) -> Any:
-        sent.extend(part for part in arguments if isinstance(part, str))
-        return publish(*arguments, **keywords)
-
-    w.broker.publish = seen  # type: ignore[method-assign]
-    w.pump(lambda: all(agent.home.pending() is None for agent in w.agents.values()))
-    assert all(agent.home.pending() is None for agent in w.agents.values()), w.lines[-20:]
-    assert not [topic for topic in sent if "/up/" in topic]
+    w.broker.faults = faults = BrokerFaults()
+    assert w.pump(lambda: all(agent.home.pending() is None for agent in w.agents.values())), w.lines[-20:]
+    assert faults.seen
+    assert not [message.topic for _, message in faults.seen if "/up/" in message.topic]
     w.close()
