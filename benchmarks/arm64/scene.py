@@ -54,7 +54,7 @@ class Scene:
         self.folder, self.base, self.say = folder, base, say
         self.fleet = folder / "fleet"
         self.card = folder / "card.img"
-        self.port, self.enrolment_port, self.ssh_port = free_port(), free_port(), free_port()
+        self.port, self.enrolment_port, self.ssh_port = free_ports(3)
         self._started: list[subprocess.Popen[bytes]] = []
         self.machine: Machine | None = None
         self._turn: IO[bytes] | None = None
@@ -292,9 +292,11 @@ def which(program: str) -> str:
     return found
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different ports on which nothing listens: all are held until the last one is found."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def listens(port: int) -> bool:

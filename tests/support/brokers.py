@@ -63,9 +63,17 @@ def until(condition: Callable[[], object], *watched: RecordingLink) -> None:
     waiting.until(condition, pump, lambda: [each.events for each in watched])
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A port on which nothing listens; never one twice, because the system may give out a closed one again at once."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def accepts_connections(port: int) -> bool:
