@@ -170,7 +170,8 @@ def test_a_queue_of_a_hundred_messages_overflows_and_nothing_is_lost(tmp_path: P
     dropped = "messages are being dropped for client t-aggregator"
     with (
         mosquitto(tmp_path / "broker", limits) as broker,
-        stepped(folder, broker.url, protocol=protocol) as running,
+        # A broker that hears nothing for 1.5 keepalives ends the session, and with it the queue.
+        stepped(folder, broker.url, protocol=protocol, keepalive_s=3600) as running,
     ):
         running.start()
         running.until(lambda: opened(running, 1) and server_of(running).settled, what="round 1")
