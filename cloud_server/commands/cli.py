@@ -340,7 +340,7 @@ help_texts.add_to(app)
 
 
 def main() -> None:
-    terminal.main(app)
+    terminal.main(lambda args: help_texts.part_for(app, args)(args=args))
 
 
 if __name__ == "__main__":

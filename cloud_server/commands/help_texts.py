@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+import inspect
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typer.models import CommandInfo, TyperInfo
 
 SECTIONS = {
     "Begin": ("demo", "init", "doctor"),
@@ -74,13 +78,46 @@ EXAMPLES = {
 def add_to(app: typer.Typer, within: str = "") -> None:
     """An example below the help of every command of ``app`` and of its groups, and whole help in the lists."""
     for command in app.registered_commands:
-        name = command.name or (command.callback.__name__.replace("_", "-") if command.callback else "")
-        example = EXAMPLES.get(f"{within}{name}")
+        example = EXAMPLES.get(f"{within}{_name(command)}")
         command.epilog = f"Example: {example}" if example else None
     for group in app.registered_groups:
         if group.typer_instance is not None:
             group.cls = WholeHelp
             add_to(group.typer_instance, f"{within}{group.name} ")
+
+
+def part_for(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
+    """``app``, in which every other command than that of ``arguments`` has its name and its help alone. Typer converts
+    the parameters of all commands at each start, which takes longer than most of them."""
+    if any(name.endswith("_COMPLETE") for name in os.environ):
+        return app
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    part = copy.copy(app)
+    part.registered_commands = [
+        command if _name(command) == wanted else _without_parameters(command) for command in app.registered_commands
+    ]
+    part.registered_groups = [
+        group if group.name == wanted else _without_commands(group) for group in app.registered_groups
+    ]
+    return part
+
+
+def _name(command: CommandInfo) -> str:
+    return command.name or (command.callback.__name__.replace("_", "-") if command.callback else "")
+
+
+def _without_parameters(command: CommandInfo) -> CommandInfo:
+    bare = copy.copy(command)
+    bare.name, bare.help, bare.callback = _name(command), command.help or inspect.getdoc(command.callback), lambda: None
+    return bare
+
+
+def _without_commands(group: TyperInfo) -> TyperInfo:
+    bare = copy.copy(group)
+    bare.typer_instance = copy.copy(group.typer_instance)
+    if bare.typer_instance is not None:
+        bare.typer_instance.registered_commands, bare.typer_instance.registered_groups = [], []
+    return bare
 
 
 class WholeHelp(TyperGroup):

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from cloud_server.commands import cli
-from cloud_server.commands.help_texts import EXAMPLES, SECTIONS
+from cloud_server.commands.help_texts import EXAMPLES, SECTIONS, part_for
 from tests.support.waiting import PATIENCE_S
 
 
@@ -56,3 +56,20 @@ def test_completion_is_shown_for(shell: str, contains: str) -> None:
                           timeout=PATIENCE_S, env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"})
     assert done.returncode == 0, done.stderr
     assert contains in done.stdout
+
+
+def help_of(program: Any, *path: str) -> str:
+    context = typer.Context(program, info_name="metafleet")
+    for name in path:
+        program = program.commands[name]
+        context = typer.Context(program, info_name=name, parent=context)
+    return str(program.get_help(context))
+
+
+@pytest.mark.parametrize("path", [(), *(tuple(name.split()) for name in EXAMPLES)], ids=" ".join)
+def test_the_part_of_the_program_that_is_asked_for_is_as_in_the_whole(path: tuple[str, ...]) -> None:
+    part: Any = typer.main.get_command(part_for(cli.app, [*path, "--help"]))
+    assert help_of(part) == help_of(PROGRAM)
+    assert help_of(part, *path) == help_of(PROGRAM, *path)
+    assert not {name for name, one in part.commands.items() if name not in path and getattr(one, "commands", {})}
+    assert len(part.commands["demo"].params) <= 1 or path == ("demo",), "its options were not converted"
