@@ -260,6 +260,7 @@ def test_the_ends_of_rounds_are_read_from_the_words_of_a_server() -> None:
 # The simulation benchmark ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lenet, 1 step", "mlp, 10 steps"])
 def test_the_laboratory_and_the_loop_take_the_same_steps(tmp_path: Path, torch_threads: None, name: str) -> None:
     """One client, two steps on all of its samples, from the same weights."""

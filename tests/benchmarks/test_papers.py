@@ -338,6 +338,7 @@ def test_of_an_episode_the_nearest_found_image_of_the_same_class_counts() -> Non
     assert (int(nearest[0]), float(errors[0])) == (5, 25.0)
 
 
+@pytest.mark.slow
 def test_cases_that_are_there_are_not_made_again(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

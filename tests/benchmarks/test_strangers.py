@@ -93,6 +93,7 @@ def test_late_joiners_have_few_samples_and_nobody_learns_from_what_is_asked() ->
         assert max(part.time[-1] for part in known) < device.later.time[0]
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
     here = commands.Commands(tmp_path)
     with pytest.raises(commands.Failed, match=r"metafleet server status nowhere: exit code \d+\n.*nowhere"):

@@ -47,6 +47,7 @@ def initializers(data: bytes) -> dict[str, int]:
     return {t.name: t.data_location for t in onnx.load_model_from_string(data).graph.initializer}
 
 
+@pytest.mark.slow
 def test_every_parameter_is_external_under_its_group_and_name(layout: Layout, graph: graph_bundle.Graph) -> None:
     for kind in BOTH:
         external = {n for n, place in initializers(graph.graphs[kind]).items() if place == TensorProto.EXTERNAL}
@@ -150,6 +151,7 @@ class Odd(nn.Module):
         return z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "complaint"), [("branch", "cannot be exported .*data-dependent"), ("unused", "spare")]
 )

@@ -156,10 +156,12 @@ def test_a_pass_takes_fewer_samples_the_more_a_model_computes_of_each() -> None:
     assert 1 == in_a_pass("lenet") < in_a_pass("cnn1d") < in_a_pass("rates") <= CHUNK
 
 
+@pytest.mark.slow
 def test_a_model_that_mixes_its_samples_takes_as_many_in_a_pass_as_torch() -> None:
     assert in_a_pass("own") == CHUNK
 
 
+@pytest.mark.slow
 def test_exporting_again_gives_the_same_bytes_and_says_nothing(
     capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_model_whose_steps_become_no_graph_is_told_what_to_take_instead(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_bundle_that_cannot_answer_with_adapted_weights_is_refused() -> None:
     with pytest.raises(BundleError, match="no graph 'predict'"):
         with_adapt(replace(made("mlp"), graphs={}), rates=False)
@@ -232,6 +235,7 @@ def kept_back(model: onnx.ModelProto) -> None:
     model.graph.output.remove(next(o for o in model.graph.output if o.name == "adapted/head/head.bias"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
@@ -360,6 +364,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_device_without_torch_makes_the_golden_steps(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(graph_bundle.pack(made("lenet")))
     done = subprocess.run(
@@ -378,6 +383,7 @@ def value(found: Any) -> Any:
     return getattr(found, "value", found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize(
     ("stride", "padding", "dilation", "groups", "transposed"),

@@ -86,6 +86,7 @@ def test_a_stepping_method_is_exported_with_what_moves_its_rates_and_what_stays_
     assert len(said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - STEPPING))
 def test_a_method_that_does_not_step_has_no_such_graph(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     graph, asked, said = made_of(monkeypatch, name)

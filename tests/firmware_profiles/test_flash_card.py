@@ -174,6 +174,7 @@ def test_every_block_is_on_the_card_holes_too_and_no_more(used, tmp_path):
     assert seen[-1] == ("verifying", size, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 511, MIB, 3 * MIB, 6 * MIB + 511])
 def test_one_bit_that_changes_after_it_was_written_is_found(used, tmp_path, monkeypatch, at):
     verify = write_card._verify

@@ -87,6 +87,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(WORDS, VALUES, min_size=1, max_size=4))
 def test_values_written_as_yaml_are_read_back_the_same(value):
@@ -360,6 +361,7 @@ def test_a_flashed_image_can_be_flashed_again_from_a_packed_one(tmp_path, card):
     disks.check(tmp_path / "second.img")
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("folders", [("etc", "opt"), ("etc",)])
 def test_a_program_too_large_for_the_first_partition_goes_into_the_root(tmp_path, folders):
@@ -435,6 +437,7 @@ def test_the_original_is_never_written_to_and_a_device_is_no_image(tmp_path, car
         card_image.write(tmp_path / "none.img", tmp_path / "out.img", packed(tmp_path), DEVICE)
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("packing", ["img", "xz"])
 def test_a_plan_is_what_is_written_and_shows_no_secret(tmp_path, card, packing):

@@ -124,6 +124,7 @@ def test_torch_is_included_only_if_the_board_trains_and_as_pinned(cache, index, 
     assert training.version != made.version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("python", "arch"), [("3.11", "aarch64"), ("3.10", "aarch64"), ("3.13", "x86_64")])
 def test_every_board_gets_the_wheels_of_its_own_python_and_processor(cache, index, python, arch):
     machine = replace(PI, python=python, arch=arch)
@@ -154,6 +155,7 @@ def test_a_cached_program_is_not_made_again_and_needs_no_index(cache, made, inde
     assert program.make(PI, cache=cache, say=lambda line: None, index=index) == made
 
 
+@pytest.mark.slow
 def test_a_wheel_of_the_user_is_added_with_its_dependencies_and_makes_another_program(tmp_path, cache, index, made):
     wheels.wheel(Path(index[2]), "einops", "0.8.0")
     mine = wheels.wheel(tmp_path, "my_lab", "1.0", requires=("einops",))
@@ -169,6 +171,7 @@ def test_a_wheel_of_the_user_is_added_with_its_dependencies_and_makes_another_pr
     assert len({made.version, found.version, again.version}) == 3
 
 
+@pytest.mark.slow
 def test_a_program_that_is_damaged_in_the_cache_is_made_again_with_the_same_bytes(tmp_path, index, made):
     first = program.make(PI, cache=tmp_path, say=lambda line: None, index=index)
     assert first.path.read_bytes() == made.path.read_bytes()

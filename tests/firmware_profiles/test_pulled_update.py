@@ -91,6 +91,7 @@ def test_a_small_file_that_is_changed_on_the_way_is_refused(device: FakeRoot, tm
     assert not (device.path / "etc/systemd/system/metafleet.service").exists()
 
 
+@pytest.mark.slow
 def test_a_program_for_another_machine_or_python_is_refused(device: FakeRoot, tmp_path: Path) -> None:
     assert "it is for riscv64" in device.pull(an_update(tmp_path, "1.1-bbb", arch="riscv64"))["why"]
     assert "it is for Python 3.9" in device.pull(an_update(tmp_path, "1.1-bbb", python="3.9"))["why"]
@@ -139,6 +140,7 @@ def test_links_in_the_agents_folder_do_not_show_what_only_root_may_read(device: 
     assert "root's own" not in str(device.result)
 
 
+@pytest.mark.slow
 def test_a_request_that_has_its_answer_is_not_tried_again(device: FakeRoot, tmp_path: Path) -> None:
     device.pull(an_update(tmp_path, "1.1-bbb", DEAF), "5 1")
     assert device.pull(an_update(tmp_path, "1.2-ccc"), "5 1")["outcome"] == "back"
@@ -233,6 +235,7 @@ def test_mender_takes_a_good_program_through_its_states(device: FakeRoot, tmp_pa
     assert not (device.programs / ".flash/armed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fail_after", ["ArtifactInstall", ""])
 def test_mender_goes_back_when_a_program_or_another_part_fails(
     device: FakeRoot, tmp_path: Path, fail_after: str

@@ -209,6 +209,7 @@ def test_devices_that_missed_rounds_fetch_deltas_and_hold_the_same_weights_as_al
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_the_broker_keeps_the_deltas_of_the_chain_and_no_others(fleet: Any) -> None:
     w = fleet(codec="int8", rounds=7)
     named = []
@@ -254,6 +255,7 @@ def test_where_first_weights_are_no_seed_a_device_that_joins_gets_the_whole(flee
     assert fetched(w, "late", number) > whole(w) * 0.99
 
 
+@pytest.mark.slow
 def test_a_restarted_aggregator_names_the_same_chain(fleet: Any) -> None:
     undisturbed = fleet(rounds=6)
     run_to(undisturbed, 6)
@@ -381,6 +383,7 @@ def spoilt(w: World, change: Callable[[Chain], bytes]) -> None:
     models._listed = wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [
     lambda made: Chain(made.links[:-1]).encode(),
     lambda made: Chain((*made.links[:-1], replace(made.links[-1], base="0" * 32))).encode(),

@@ -95,6 +95,7 @@ def test_the_demo_takes_a_codec_and_keeps_the_default_of_the_other_way() -> None
     assert 'down = "int8"' in made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "method", "said"),
     [

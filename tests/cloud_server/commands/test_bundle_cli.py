@@ -48,6 +48,7 @@ def layout_of(fleet: Path) -> Layout:
     return graph_bundle.unpack((fleet / "graph.safetensors").read_bytes()).layout
 
 
+@pytest.mark.slow
 def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run, tmp_path: Path) -> None:
     code, out, err = run("export", fleet, "--to", tmp_path / "b", "--json")
     assert code == 0, err
@@ -138,6 +139,7 @@ def test_data_that_do_not_calibrate_are_refused(fleet: Path, run: Run, tmp_path:
 # What is not written --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(fleet: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "elsewhere").write_text("")
@@ -176,6 +178,7 @@ def test_a_damaged_or_foreign_model_is_refused(run: Run, tmp_path: Path) -> None
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["with torch", "without torch"])
 def test_a_bundle_that_fails_the_gate_is_not_written(
     fleet: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
@@ -249,6 +252,7 @@ def test_a_bundle_that_is_not_sound_is_reported(run: Run, tmp_path: Path) -> Non
     assert "embed.onnx has another sha256" in err
 
 
+@pytest.mark.slow
 def test_where_there_is_no_torch_it_is_reported_that_nothing_was_compared(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,7 @@ def test_deviations_from_a_paper_are_reported_with_the_method(run: Run) -> None:
     refused(run("metafleet", "methods", "fedprx"), 2, "unknown method 'fedprx'", "did you mean 'fedprox'?")
 
 
+@pytest.mark.slow
 def test_init_says_what_a_method_makes_of_the_link(
     run: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +381,7 @@ def test_every_mistake_in_device_toml_is_reported_at_once(run: Run, place: Path)
 # A broker, a port, a lock ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1", "mqtt://127.0.0.1:99999"])
 def test_what_is_no_address_of_a_broker_is_refused(run: Run, place: Path, data: Path, url: str) -> None:
     before = contents(place)
@@ -425,6 +427,7 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_reported(run: Run, place: Path, port: int) -> None:
     before = contents(place)
     ran = run("metafleet", "server", "start", place / "fleet", "--port", port)
@@ -445,6 +448,7 @@ def test_one_home_has_one_agent(run: Run, place: Path) -> None:
     refused(ran, 1, f"{place / 'd0'}: another agent is running here")
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_on_does_not_keep_one_waiting_for_ever(run: Run, place: Path, data: Path) -> None:
     with Ledger(place / "fleet" / "ledger.sqlite") as ledger:
         seen = datetime(2026, 1, 2, 3, 4, 5).timestamp()
@@ -554,6 +558,7 @@ def test_init_makes_a_fleet_once_and_again_only_what_is_missing(run: Run, data: 
     assert contents(fleet).items() >= made.items()
 
 
+@pytest.mark.slow
 def test_init_says_which_methods_devices_need_torch_to_train(run: Run, data: Path, tmp_path: Path) -> None:
     done = run("metafleet", "init", tmp_path / "fleet", "--data", data, "--method", "pfedgp", "--model", "mlp")
     assert done.code == 0
@@ -586,6 +591,7 @@ def test_init_takes_the_arrays_that_rounds_train_and_says_what_does_not_go(
     refused(ran, 2, "train.only[0]: no array of the model mlp is named 'haed.*' (did you mean 'head.*'?)")
 
 
+@pytest.mark.slow
 def test_a_new_fleet_trains_everything(run: Run, data: Path, tmp_path: Path) -> None:
     assert run("metafleet", "init", tmp_path / "fleet", "--data", data, "--no-train-graph").code == 0
     text = (tmp_path / "fleet" / "fleet.toml").read_text()
@@ -642,6 +648,7 @@ def wide(folder: Path) -> Path:
     return folder / "wide.npz"
 
 
+@pytest.mark.slow
 def test_a_device_whose_graph_is_another_models_gives_no_answer(run: Run, place: Path, tmp_path: Path) -> None:
     assert run("metafleet", "init", tmp_path / "other", "--data", wide(tmp_path), "--no-train-graph").code == 0
     (graph,) = (place / "d1").glob("graph-*")
@@ -661,6 +668,7 @@ def test_a_home_without_a_device_says_how_to_enroll_one(run: Run, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_home_that_is_another_devices_is_refused(run: Run, place: Path, data: Path, tmp_path: Path) -> None:
     assert run("metafleet", "init", tmp_path / "other", "--data", data, "--no-train-graph").code == 0
     before = contents(place)
@@ -820,6 +828,7 @@ def test_no_process_is_started_past_the_command_that_sees_to_that() -> None:
     assert [path.relative_to(root).as_posix() for path in starting] == ["fleet_core/base/processes.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_that_lacks_a_letter_is_no_reason_to_fail(tmp_path: Path, encoding: str) -> None:
     done = subprocess.run(

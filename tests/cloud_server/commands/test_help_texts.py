@@ -47,6 +47,7 @@ def test_the_words_of_an_example_are_arguments_and_options_of_its_command(name: 
     assert not context.args
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shell", "contains"), [
     ("bash", "complete -o default -F"), ("zsh", "#compdef metafleet"), ("fish", "complete --command metafleet"),
 ])

@@ -70,6 +70,7 @@ def small(tmp_path: Path) -> Path:
 # simulate -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_simulate_runs_compares_and_prints_its_table_again_without_torch(
     run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_dry_run_lists_the_runs_and_computes_nothing(run: Run, small: Path, tm
     assert "5 devices that train, 5 asked a round; 1 new ones" in ran.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -231,6 +233,7 @@ def test_on_a_terminal_a_table_follows_the_runs(monkeypatch: pytest.MonkeyPatch)
 # compare and advise ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compare_says_what_it_left_out_and_refuses_what_is_mixed(run: Run, tmp_path: Path) -> None:
     ended(tmp_path / "a", "fedavg", [0.5])
     (tmp_path / "a" / "prox-s0").mkdir()
@@ -243,6 +246,7 @@ def test_compare_says_what_it_left_out_and_refuses_what_is_mixed(run: Run, tmp_p
     assert run("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "two", "--mixed").code == 0
 
 
+@pytest.mark.slow
 def test_a_fleet_is_compared_from_its_ledger(run: Run, finished: Path, tmp_path: Path) -> None:
     found = json.loads(run("compare", finished / "fleet", "--out", tmp_path / "out", "--json").out)
     (entry,) = found["entries"]

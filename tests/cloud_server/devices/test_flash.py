@@ -156,6 +156,7 @@ def test_a_token_is_as_long_as_the_one_that_was_shown_whatever_its_signature(des
     assert next(shorter) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.needs(*PROGRAMS)
 @pytest.mark.usefixtures("system")
 def test_a_card_is_written_after_its_name_was_given_and_not_without(desk, tmp_path, capsys, monkeypatch):

@@ -150,6 +150,7 @@ def test_a_line_without_end_is_refused_and_not_read_again_and_again(
 # What is written ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_command_that_changes_a_fleet_is_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def revoke(fleet: Fleet, name: str) -> None:
         ledger.put(replace(device, status="revoked"))
 
 
+@pytest.mark.slow
 def test_a_device_has_a_sensor_for_each_value_and_none_for_what_was_not_measured(fleet: Fleet) -> None:
     config, state = tables(fleet, "d0")
     assert config.keys() == ABBREVIATED

@@ -288,6 +288,7 @@ def test_a_kill_leaves_all_rounds_or_none(ledger: Ledger, statement: int) -> Non
     same(schema.plain(ledger.totals()), schema.plain(before))
 
 
+@pytest.mark.slow
 def test_the_file_stops_growing(ledger: Ledger) -> None:
     sizes = []
     for last in range(40, 1001, 40):

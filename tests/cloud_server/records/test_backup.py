@@ -117,6 +117,7 @@ def test_a_device_that_comes_long_after_the_backup_was_put_back_is_noticed(fleet
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_backup_is_noticed_once_whatever_restarts(fleet):
     w = fleet(rounds=12, devices=2)
     assert w.pump(lambda: opened(w, 2))
@@ -180,6 +181,7 @@ def test_a_backup_of_any_moment_can_be_put_back(fleet):
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_backup_waits_for_a_moment_when_ledger_and_checkpoint_belong_together(fleet, monkeypatch):
     """Rounds are closed, or a leave is made up for, between the copies of the two files."""
     w = fleet(rounds=40, devices=3)

@@ -235,6 +235,7 @@ def fill(folder: Path) -> Path:
     return ballast
 
 
+@pytest.mark.slow
 def test_a_real_disk_that_runs_full_holds_the_round_open_until_there_is_space(copy, small_disk):
     wanted = checkpoint_bits(run(copy()))
     w = start(copy(small_disk))
@@ -355,6 +356,7 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_not_guessed(c
     assert ("update metafleet" if damage is newer else "backup") in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_the_ledger_does_not_know_yet_may_be_damaged(copy):
     """The aggregator died between the two; the round is still open."""
     wanted = checkpoint_bits(run(copy()))
@@ -395,6 +397,7 @@ def test_a_served_model_of_a_newer_version_is_refused(copy):
         w.start_server()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "[]", '{"x": "y"}', "{"])
 def test_a_damaged_shelf_costs_only_the_brokers_memory(copy, text):
     w = start(copy())
@@ -437,6 +440,7 @@ def test_an_update_that_the_disk_does_not_give_is_kept_until_it_does(copy, monke
     assert not w.logged("the kept update of d0 is dropped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["d0.update", "d0.json"])
 @pytest.mark.parametrize("restarted", [True, False])
 def test_a_damaged_update_in_the_spool_is_requested_again(copy, name, restarted):

@@ -137,6 +137,7 @@ def test_a_short_or_mistyped_passphrase_changes_nothing(
     assert plain_keys(fleet) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["encrypt", "change", "decrypt"])
 def test_a_cut_at_any_write_leaves_every_key_readable_and_the_command_can_be_repeated(
     tmp_path: Path, passphrase: Passphrase, what: str

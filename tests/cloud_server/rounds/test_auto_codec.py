@@ -85,6 +85,7 @@ def test_the_codecs_of_a_round_are_in_its_signed_manifest_and_in_the_ledger(tmp_
     w.close()
 
 
+@pytest.mark.slow
 def test_a_restart_in_the_middle_of_a_round_chooses_the_same_codecs(tmp_path: Path, ended: World) -> None:
     w = started(tmp_path)
     for number in range(1, ROUNDS + 1):

@@ -250,6 +250,7 @@ def test_a_round_whose_cohort_changed_continues_after_a_kill_with_what_was_recei
     assert counted(w, 1) == {"d0", "d2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_servers_dual_is_the_devices_duals_when_a_newcomer_took_a_place_in_mid_run(fleet, killed):
     w = fleet(rounds=6, devices=2, fleet="quorum = 1.0", hyper="penalty = 0.1")
@@ -297,6 +298,7 @@ def test_a_late_joiner_takes_part_in_the_next_round_and_nothing_stalls(fleet):
 # fleet.toml -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_made_fleet_toml_has_every_key_of_the_fleet_with_a_comment_above_it(tmp_path):
     text = (small_fleet(tmp_path / "fleet").folder / "fleet.toml").read_text()
     lines = text.splitlines()
@@ -329,6 +331,7 @@ def test_a_made_fleet_toml_is_read_as_the_defaults_that_it_shows(tmp_path):
     assert again == made.config
 
 
+@pytest.mark.slow
 def test_init_again_accepts_a_fleet_toml_without_the_keys_that_are_written_now(tmp_path):
     made = small_fleet(tmp_path / "fleet")
     path = made.folder / "fleet.toml"

@@ -206,6 +206,7 @@ def test_the_servers_dual_is_the_mean_of_the_devices_after_every_round(fleet, co
     assert w.logged("d2 lost its training state")
 
 
+@pytest.mark.slow
 def test_a_device_that_loses_its_state_again_and_again_restarts_the_duals_three_times_alone(fleet):
     w = fleet(rounds=10, fleet="deadline_s = 20")
     start(w, "d0", "d1", "d2")
@@ -921,6 +922,7 @@ def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet):
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_device_that_was_away_for_long_asks_what_became_of_its_update(fleet, counted):
     faults = BrokerFaults()
@@ -1706,6 +1708,7 @@ def test_the_served_model_is_evaluated_in_mid_run_too_and_survives_a_restart(fle
     assert [r.served_id is not None for r in w.server.ledger.rounds()] == [False, True, False, True, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["per-fedavg-fo", "pfldyn-proto"])
 def test_a_model_that_is_served_while_devices_train_is_personalized_and_evaluated_anyway(fleet, method):
     w = fleet(method, rounds=4)

@@ -118,6 +118,7 @@ def test_frozen_arrays_stay_as_in_the_first_model_on_every_device_and_at_the_agg
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_bytes_and_operations_are_those_of_what_moves(fleet: Callable[..., World]) -> None:
     """Of a model whose body is much larger than its head, also for devices that were not asked in the last round."""
     sent = {}
@@ -326,6 +327,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> World:
         return w
 
 
+@pytest.mark.slow
 def test_arrays_are_frozen_probed_and_the_duals_stay_right(ended: World) -> None:
     found = arrays(ended)
     assert found[1] == (set(), "none at rest")
@@ -338,6 +340,7 @@ def test_arrays_are_frozen_probed_and_the_duals_stay_right(ended: World) -> None
     assert all(moves[number] == every - frozen for number, (frozen, _) in found.items())
 
 
+@pytest.mark.slow
 def test_a_restart_in_the_middle_of_every_round_trains_the_same_arrays(tmp_path: Path, ended: World) -> None:
     w = world(tmp_path, f"{config_text('feddyn', rounds=ROUNDS)}\n[train]\n{AUTO}\n")
     start(w, "d0", "d1", "d2", shift=0.3)

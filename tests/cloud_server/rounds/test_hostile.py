@@ -86,6 +86,7 @@ def test_it_ruins_a_fleet_with_the_constant_bound_and_not_one_with_the_adaptive_
     assert norm(held) < 2 * clean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "krum", "history"])
 def test_the_servers_dual_stays_the_mean_of_the_devices_duals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str

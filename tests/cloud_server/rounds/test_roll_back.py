@@ -75,6 +75,7 @@ def test_an_operator_takes_training_back_to_an_earlier_served_model(tmp_path: Pa
     w.close()
 
 
+@pytest.mark.slow
 def test_the_devices_of_a_dual_method_start_again_from_zero_with_the_server(tmp_path: Path) -> None:
     w = started(tmp_path)
     assert w.pump(partial(closed, w, 4))
@@ -89,6 +90,7 @@ def test_the_devices_of_a_dual_method_start_again_from_zero_with_the_server(tmp_
     w.close()
 
 
+@pytest.mark.slow
 def test_a_request_outlives_the_aggregator_and_an_interrupted_round(tmp_path: Path) -> None:
     w = started(tmp_path)
     assert w.pump(partial(closed, w, 4))

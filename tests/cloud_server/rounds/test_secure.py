@@ -106,6 +106,7 @@ def test_three_rounds_count_the_sum_of_all_and_duals_follow_it(
     w.close()
 
 
+@pytest.mark.slow
 def test_no_single_update_is_on_the_aggregators_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device's update is planted: a ramp of its own. Neither its bytes nor its values as floats are in any file of
     the fleet's folder at any step, or in anything that the aggregator was sent."""

@@ -191,6 +191,7 @@ def test_devices_that_train_fetch_the_served_model_with_the_next_training_model(
     check_bits(w, *NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "int4", "topk-10"])
 def test_a_model_of_its_own_goes_as_a_delta_to_what_devices_hold(fleet: Any, codec: str) -> None:
     w = begin(fleet("pfldyn-maml", rounds=2, codec=codec))
@@ -202,6 +203,7 @@ def test_a_model_of_its_own_goes_as_a_delta_to_what_devices_hold(fleet: Any, cod
     check_bits(w, *NAMES)
 
 
+@pytest.mark.slow
 def test_it_is_fetched_before_the_next_training_model_replaces_its_base(fleet: Any) -> None:
     w = begin(fleet("pfldyn-proto", rounds=3, every=2))
     assert w.pump(lambda: w.closed() >= 2 and w.server.served_round == 2)
@@ -213,6 +215,7 @@ def test_it_is_fetched_before_the_next_training_model_replaces_its_base(fleet: A
     check_bits(w, *NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "pfldyn-proto", "scaffold", "fedper", "pfedhn"])
 def test_a_new_device_and_one_that_missed_the_base_fetch_the_whole(fleet: Any, method: str) -> None:
     w = begin(fleet(method, devices=2))

@@ -105,6 +105,7 @@ def test_it_sends_eight_bytes_and_its_loss(ended: World) -> None:
     assert transmitted == [3.0 + 3 - few for few in skipped(ended)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "int8-plain", "topk-10", "fp32"])
 def test_the_servers_dual_is_what_the_devices_duals_and_residuals_make_it(tmp_path: Path, codec: str) -> None:
     w = started(tmp_path, codec=codec)

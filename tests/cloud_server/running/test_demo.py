@@ -67,6 +67,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
 # A demo --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_demo_ends_with_a_table_a_valid_result_and_a_page(demo: Run) -> None:
     assert validate(demo.result) == []
     assert [row["round"] for row in demo.result["rounds"]] == [1, 2]
@@ -159,6 +160,7 @@ def test_a_device_holds_its_own_samples_and_nobody_elses(demo: Run) -> None:
             assert set(own["client"]) == {name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["d0", "d3"])
 def test_a_device_of_a_demo_answers_and_personalizes_without_torch(demo: Run, tmp_path: Path, device: str) -> None:
     np.save(tmp_path / "one.npy", np.eye(3, 8, dtype=np.float32)[2] * 3)

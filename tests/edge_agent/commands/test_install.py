@@ -133,6 +133,7 @@ def wrong_numbers(made: Bundle) -> Bundle:
     return replace(made, graph=replace(made.graph, golden=golden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True])
 def test_a_failing_bundle_is_refused_and_nothing_changes_on_the_disk(run: Run, tmp_path: Path, known: bool) -> None:
     made, home = bundle_of("pfldyn-proto"), tmp_path / "d1"

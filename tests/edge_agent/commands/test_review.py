@@ -28,6 +28,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
+@pytest.mark.slow
 def test_it_lists_and_labels_without_a_terminal(run: Run, home: Path) -> None:
     assert "no unlabelled samples" in run("review", "--home", home).out
     name = Device(home).add(X, time=0.0)

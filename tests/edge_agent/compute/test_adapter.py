@@ -83,6 +83,7 @@ print(json.dumps([done.error, sorted(done.arrays)]))
 """
 
 
+@pytest.mark.slow
 def test_a_child_process_takes_the_steps_without_torch_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_an_error_in_a_job_is_its_result(tmp_path: Path, change: dict[str, Any],
     assert done.arrays == {}
 
 
+@pytest.mark.slow
 def test_samples_of_another_shape_or_dtype_are_refused(tmp_path: Path) -> None:
     graph, weights = homes.stepping(), homes.weights_of(homes.served_weights("fedavg-meta"))
     wrong = Samples(np.zeros((3, 7), np.float32), np.arange(3))
@@ -167,6 +169,7 @@ def test_samples_of_another_shape_or_dtype_are_refused(tmp_path: Path) -> None:
 # In the agent ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "how"), [("fedavg-meta", "sgd"), ("fedmeta-metasgd", "meta-sgd"), ("local", "own")])
 def test_an_agent_without_torch_makes_its_own_weights_by_the_graph(tmp_path: Path, method: str, how: str) -> None:
     w = world(tmp_path, config_text(method, rounds=2, devices=1))

@@ -80,6 +80,7 @@ def test_a_mixed_fleet_ends_where_one_of_torch_alone_ends(tmp_path: Path, method
         w.close()
 
 
+@pytest.mark.slow
 def test_presence_and_ledger_say_the_engine(tmp_path: Path) -> None:
     w = fleet(tmp_path, "pfldyn-proto", ("torch", "onnx", "torch"))
     engines = {row.name: list(row.capabilities["engines"]) for row in w.server.ledger.rows(Device)}

@@ -16,6 +16,7 @@ from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["trainer", "adapter"])
 def test_a_child_whose_agent_is_gone_ends_without_a_word(module: str) -> None:
     reading, writing = os.pipe()
@@ -32,6 +33,7 @@ def test_a_child_whose_agent_is_gone_ends_without_a_word(module: str) -> None:
     assert child.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_the_peak_of_a_child_is_its_own_and_not_that_of_the_process_that_started_it() -> None:
     held = np.ones((400, 1 << 20), np.uint8)

@@ -51,6 +51,7 @@ def commands_of(programs: Programs) -> str:
     return "".join(command_of(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_two_devices_enrol_by_token_train_and_answer_over_tls_and_no_secret_leaks(run: Run, programs: Programs) -> None:
     fleet, ports = small_fleet(programs.folder / "fleet", rounds=ROUNDS), (free_port(), free_port())
     said, seen = [], dict[str, bytes]()

@@ -161,6 +161,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes({"empty": b"", "short": data[:-1], "zeros": bytes(len(data)), "text": b"not arrays" * 9}[how])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["empty", "short", "zeros", "text"])
 @pytest.mark.parametrize("name", ["model.safetensors", "serve.safetensors", "state.safetensors"])
 def test_a_damaged_file_is_set_aside_and_the_run_continues(copy, name, how):

@@ -50,6 +50,7 @@ def useless(number: int) -> Any:
     return homes.weights_of(trees.scale(homes.served_weights("pfldyn-proto"), np.float32(0)), number)
 
 
+@pytest.mark.slow
 def test_new_weights_go_to_the_slot_that_does_not_answer(tmp_path: Path) -> None:
     place = served(tmp_path)
     slots, device = Slots(DeviceState(place)), homes.restored(place)

@@ -455,6 +455,7 @@ def test_any_bytes_are_a_head_or_refused(data: bytes) -> None:
     assert not said or said["error"]
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(PATHS, BODIES, st.binary(max_size=24), st.none() | st.integers(-1, 400))
 def test_any_body_is_answered_or_refused(path: str, body: bytes, tail: bytes, length: int | None) -> None:

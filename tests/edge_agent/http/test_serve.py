@@ -494,6 +494,7 @@ def key_of(answer: Answer) -> tuple[Any, ...]:
     return str(answer.round), answer.model, tuple(p for row in answer.probabilities for p in row), answer.labels
 
 
+@pytest.mark.slow
 def test_every_answer_is_of_one_model_while_models_are_swapped_under_load(
     server: HttpServer, service: Service, home: Path
 ) -> None:
@@ -510,6 +511,7 @@ def test_every_answer_is_of_one_model_while_models_are_swapped_under_load(
     assert len(clients.answers) > 2
 
 
+@pytest.mark.slow
 def test_every_answer_is_of_one_model_while_another_process_brings_new_ones(
     server: HttpServer, service: Service, home: Path, lines: list[str]
 ) -> None:

@@ -27,6 +27,7 @@ BIAS = "head/head.bias"
 Edit = Callable[[onnx.ModelProto], None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [METHOD, "fedper", "pfldyn-proto"])
 def test_a_sound_bundle_passes_with_its_errors_reported(name: str) -> None:
     passed = bundle_check.check(bundle_of(name))
@@ -183,6 +184,7 @@ def gate(path: Path, before: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_check_imports_no_torch_and_fails_if_it_does(tmp_path: Path) -> None:
     device_bundle.write(tmp_path / "b", bundle_of(METHOD))
     done = gate(tmp_path / "b")

@@ -98,6 +98,7 @@ def asked(service: Service, what: str, tensors: list[dict[str, Any]], binary: by
     return json.loads(response.body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_a_photo_has_the_same_bits_over_every_path(
     service: Service, photos: Path, tmp_path: Path, seen: list[Any], number: int

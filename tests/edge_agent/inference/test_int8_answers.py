@@ -91,6 +91,7 @@ def test_the_devices_samples_and_those_that_are_requested_are_embedded_by_the_sa
     assert service.answers(X) == plain, "no embedding of one is taken for the other's"
 
 
+@pytest.mark.slow
 def test_class_means_of_one_encoder_are_not_those_of_the_other(tmp_path: Path) -> None:
     service = device(tmp_path)
     plain = service.predict(X)
@@ -119,6 +120,7 @@ def test_it_is_off_by_default_and_can_be_set_in_device_toml(tmp_path: Path) -> N
     assert service.answers(X).graph == "embed-int8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["adapt", "none"])
 def test_personalizers_that_embed_nothing_refuse_it(tmp_path: Path, way: str) -> None:
     service = device(tmp_path, "per-fedavg-fo")

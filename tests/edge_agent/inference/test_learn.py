@@ -31,6 +31,7 @@ def opened(home: Path) -> Service:
     return service
 
 
+@pytest.mark.slow
 def test_labelled_samples_count_at_once_and_another_process_follows(home: Path) -> None:
     one, other = opened(home), opened(home)
     x = np.full((20, 8), -4, np.float32)
@@ -44,6 +45,7 @@ def test_labelled_samples_count_at_once_and_another_process_follows(home: Path) 
     assert other.answers(x[:1]) == after
 
 
+@pytest.mark.slow
 def test_samples_of_another_shape_or_dtype_are_refused_and_nothing_is_stored(home: Path) -> None:
     service = opened(home)
     x = np.zeros((2, 8), np.float32)
@@ -55,6 +57,7 @@ def test_samples_of_another_shape_or_dtype_are_refused_and_nothing_is_stored(hom
     assert not service.local().added_path.exists()
 
 
+@pytest.mark.slow
 def test_answers_are_consistent_while_other_threads_add_samples(home: Path) -> None:
     service = opened(home)
     x = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)

@@ -162,6 +162,7 @@ def test_a_fedproto_device_that_never_took_part_trains_towards_the_fleets_class_
     assert equal_bits(untouched.own(MINE), first(untouched))
 
 
+@pytest.mark.slow
 @every_method
 def test_samples_that_do_not_fit_are_refused(name: str) -> None:
     fleet = played(name)

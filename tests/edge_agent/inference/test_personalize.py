@@ -55,6 +55,7 @@ def float32(values: Any) -> np.ndarray[Any, Any]:
 # Sessions
 
 
+@pytest.mark.slow
 def test_a_session_gives_torchs_embedding_over_several_batches(
     graph: graph_bundle.Graph, network: models.Network, weights: Any
 ) -> None:

@@ -118,6 +118,7 @@ def test_steps_and_rate_can_be_chosen(tmp_path: Path) -> None:
     assert np.abs(service.predict(X) - few).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", NAMED)
 def test_a_restart_answers_the_same_and_the_choice_applies_to_later_rounds(tmp_path: Path, way: str) -> None:
     service = device(tmp_path)
@@ -193,6 +194,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_command_personalizes_without_torch_and_another_process_answers_the_same(tmp_path: Path) -> None:
     place = folder_of(device(tmp_path))
     np.save(tmp_path / "x.npy", X)

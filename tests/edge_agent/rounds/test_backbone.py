@@ -52,6 +52,7 @@ def evaluated(w: World) -> set[str]:
     return {row.device for row in w.server.ledger.rows(Evaluation, round=2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_a_fleet_learns_on_features_and_answers_raw_samples(made, engine, monkeypatch):
     computed: list[int] = []

@@ -315,6 +315,7 @@ def another_model(w: World) -> bytes:
     return payloads.encode("fp32", trees.only(w.agents["d0"].service.layout.seeded(5), ("body",)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

@@ -141,6 +141,7 @@ def test_what_was_asked_while_no_aggregator_ran_is_carried_out_in_its_order(flee
     assert [d.status for d in w.server.ledger.devices()] == ["revoked", "enrolled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["key", "device", "boot", "seq", "no seq", "unsigned"])
 def test_nobody_else_can_stop_a_device(fleet, tmp_path, wrong):
     w = fleet()

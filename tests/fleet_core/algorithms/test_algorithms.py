@@ -43,6 +43,7 @@ both = pytest.mark.parametrize("build", [dyn, scaf])
 # PFLDyn and PFLScaf reach the minimiser of the mean, averaging does not (identity 3) ----------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("penalty", "rounds"), [(MU, 220), (1.0, 120), (SMOOTHNESS, 90)])
 def test_pfldyn_with_all_devices_finds_the_minimiser_of_the_mean(penalty: float, rounds: int) -> None:
     fleet = dyn(penalty)
@@ -51,6 +52,7 @@ def test_pfldyn_with_all_devices_finds_the_minimiser_of_the_mean(penalty: float,
     assert fleet.error < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("penalty", "rounds"), [(1.0, 520), (SMOOTHNESS, 140)])
 def test_pfldyn_with_two_of_eight_devices_finds_it_too(penalty: float, rounds: int) -> None:
     fleet = dyn(penalty)
@@ -59,6 +61,7 @@ def test_pfldyn_with_two_of_eight_devices_finds_it_too(penalty: float, rounds: i
     assert fleet.error < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("local_steps", "rounds"), [(1, 70), (5, 70), (10, 130), (15, 200)])
 def test_pflscaf_with_all_devices_finds_it(local_steps: int, rounds: int) -> None:
     """Up to Kβ = 15/L."""
@@ -68,6 +71,7 @@ def test_pflscaf_with_all_devices_finds_it(local_steps: int, rounds: int) -> Non
     assert fleet.error < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decay", "control_rate"), [(1.0, "stepped"), (0.999, "stepped"), (0.999, "initial")])
 def test_pflscaf_with_two_of_eight_devices_finds_it_too(decay: float, control_rate: str) -> None:
     fleet = scaf(lr_decay=decay, control_rate=control_rate)
@@ -84,6 +88,7 @@ def test_averaging_with_one_local_step_is_gradient_descent_and_finds_it() -> Non
     assert fleet.error < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("local_steps", "bias"), [(5, 0.35), (20, 0.45)])
 def test_averaging_with_more_steps_stops_elsewhere(local_steps: int, bias: float) -> None:
     """K steps take w − c_i to A_i (w − c_i), A_i = (I − β H_i)^K; averaging rests where Σ (I − A_i)(w − c_i) = 0."""
@@ -141,6 +146,7 @@ def rounds_with_losses(fleet: QuadraticFleet, rounds: int, *, until: int) -> Ite
         yield
 
 
+@pytest.mark.slow
 @both
 def test_the_servers_dual_is_the_mean_of_all_devices_duals_after_every_round_whatever_is_lost(build: Build) -> None:
     fleet = build(lr_decay=0.998)
@@ -150,6 +156,7 @@ def test_the_servers_dual_is_the_mean_of_all_devices_duals_after_every_round_wha
     assert fleet.error < 1e-8
 
 
+@pytest.mark.slow
 @both
 def test_a_device_that_commits_what_was_not_counted_leaves_a_permanent_error(build: Build) -> None:
     fleet = build(commits_anyway=True)
@@ -158,6 +165,7 @@ def test_a_device_that_commits_what_was_not_counted_leaves_a_permanent_error(bui
     assert fleet.error > 0.1
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(("told", "right"), [(True, True), (False, False)])
 def test_a_device_that_enrols_brings_a_dual_of_zero_and_the_server_must_know(

@@ -163,6 +163,7 @@ def rounds(fleet: QuadraticFleet, between: Callable[[QuadraticFleet], None]) -> 
     return held
 
 
+@pytest.mark.slow
 @every_form
 def test_a_run_that_continues_from_the_disk_is_the_run_that_never_stopped(form: str, tmp_path: Path) -> None:
     never, always = rounds(play(form), lambda fleet: None), rounds(play(form), from_disk(tmp_path))
@@ -170,6 +171,7 @@ def test_a_run_that_continues_from_the_disk_is_the_run_that_never_stopped(form: 
     assert len({repr(held) for held in never}) == 5
 
 
+@pytest.mark.slow
 @every_form
 def test_a_method_remembers_nothing_but_what_a_checkpoint_keeps(form: str) -> None:
     """Its rules hold no state of their own: two fleets that share them do not disturb each other."""

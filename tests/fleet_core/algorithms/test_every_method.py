@@ -226,7 +226,14 @@ class Played:
     seen: list[tuple[str, Message]]
 
 
-@pytest.fixture(scope="module", params=[f"{codec} {method}" for method in METHODS for codec in ("fp32", "int8")])
+QUICK = {f"int8 {name}" for name in ("fedavg", "fedmeta-maml", "metavers", "per-fedavg-fo", "pfedme", "pfldyn-proto")}
+PLAYS = [f"{codec} {method}" for method in METHODS for codec in ("fp32", "int8")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(play, marks=() if play in QUICK else pytest.mark.slow) for play in PLAYS],
+)
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     codec, method = request.param.split()
     faults = BrokerFaults()
@@ -368,6 +375,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["knn-per", "metavers", "fedrep", "fedavg"])
 def test_the_commands_of_a_device_do_without_torch_what_they_can(fleet, tmp_path, method) -> None:
     w = fleet(method)
@@ -571,6 +579,7 @@ def pending_of(w: World, name: str) -> int:
     return 0 if pending is None else pending.round
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", KEEPERS)
 def test_deaths_in_every_round_change_no_bit(fleet, method) -> None:
     w = fleet(method, rounds=4, fleet="quorum = 1.0")
@@ -589,6 +598,7 @@ def test_deaths_in_every_round_change_no_bit(fleet, method) -> None:
     check_same(w, played_plainly(w, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", KEEPERS)
 def test_an_update_that_was_not_counted_leaves_its_device_as_it_was(fleet, method) -> None:
     faults = BrokerFaults()
@@ -734,6 +744,7 @@ def check_controls(w: World) -> None:
     assert trees.norm(trees.subtract(server, total)) <= 3e-6 * max(1.0, trees.norm(total))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("up", "down"), [("fp32", "int8-plain"), ("int8", "int8"), ("int8-plain", "fp32")])
 def test_the_servers_control_is_the_mean_of_the_devices_after_every_round(fleet, up, down) -> None:
     faults = BrokerFaults()

@@ -65,6 +65,7 @@ def subset_minimiser(frozen: Collection[str], at: Vector) -> Vector:
 # Quadratics -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("frozen", SUBSETS)
 def test_a_subset_is_trained_to_its_own_minimiser(build: Build, frozen: tuple[str, ...]) -> None:

@@ -70,6 +70,7 @@ def within(name: str, flat: Arrays) -> None:
 # What is lost ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every
 @settings(deadline=None, max_examples=40)
 @given(flat=MODELS)
@@ -140,6 +141,7 @@ def test_a_matrix_of_rank_two_arrives_to_bfloat16() -> None:
     assert lost("lowrank", flat) < 0.01 * vector.length(flat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_over_seeds_is_what_was_encoded(name: str) -> None:
     """The error of a mean of 4000 is below five standard errors, at every place."""

@@ -109,6 +109,7 @@ def test_a_method_that_needs_classes_is_refused_by_name(name: str) -> None:
         fleet_of(name).round()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ABLE)
 def test_every_other_method_takes_a_round(name: str) -> None:
     fleet = fleet_of(name, local_steps=2)

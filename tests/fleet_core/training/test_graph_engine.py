@@ -74,6 +74,7 @@ def test_the_update_of_twenty_steps_is_torchs(name: str) -> None:
     assert all(a.dtype == np.float32 for named in found.update.groups.values() for a in named.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pfldyn-proto", "per-fedavg-exact", "scaffold"])
 def test_frozen_arrays_stay_and_are_not_sent(name: str) -> None:
     moving = Moving(frozenset({"body/layers.0.weight"}))

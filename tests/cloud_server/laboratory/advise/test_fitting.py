@@ -119,6 +119,7 @@ def place(tmp_path: Path) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_a_device_answers_and_adds_readings_and_tells_what_is_left_over(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_device_answers_and_adds_readings_and_tells_what_is_left_over(
     assert "40 readings give 36 windows of 3, one every 1" in printed.err
 
 
+@pytest.mark.slow
 def test_every_way_to_a_device_tells_how_samples_that_do_not_fit_are_converted(place: Path, tmp_path: Path) -> None:
     last = np.zeros((4, 3, 2), np.float32)
     np.save(tmp_path / "last.npy", last)

@@ -112,6 +112,7 @@ def test_a_model_that_the_method_or_the_samples_do_not_take_is_reported_and_the_
     assert [text.partition(" was not tried")[0] for text in found.remarks] == ["logistic", "lenet"]
 
 
+@pytest.mark.slow
 def test_the_time_is_looked_at_after_every_round_and_one_round_is_always_evaluated(samples: Samples) -> None:
     late = tried(samples, seconds=0.0, models=SMALL)
     assert [row.rounds for row in late.tried] == [1, 1]

@@ -465,6 +465,7 @@ def test_the_first_labels_differ_in_colour_neighbours_in_dashes_too_and_no_two_l
     assert all(one[1] != other[1] for one, other in itertools.pairwise(styles))
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png_of_all_charts(found: Comparison) -> None:
     data = comparison_charts.png(found, "title")
     assert data.startswith(b"\x89PNG\r\n\x1a\n")

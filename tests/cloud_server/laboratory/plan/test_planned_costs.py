@@ -84,6 +84,7 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
     w.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "devices", "more"), [
     ("none", 3, {}), ("int8", 3, {}),
     ("none", 3, {"train": {"only": ["layers.*"]}}), ("int8", 3, {"train": {"only": ["*.bias"]}}),
@@ -160,6 +161,7 @@ def test_a_cohort_is_paid_for_and_not_the_whole_fleet(tmp_path: Path) -> None:
     assert part.cohort == 10
 
 
+@pytest.mark.slow
 def test_a_fleet_without_devices_has_to_be_told_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_run_computes_what_a_fleet_of_real_agents_computes(
     compare_with_a_fleet(tmp_path, method, hyper, codec, skip_below=skip_below)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pfldyn-proto", "per-fedavg-fo", "fedper"])
 def test_under_a_boards_limit_a_run_computes_what_a_fleet_computes(tmp_path: Path, method: str) -> None:
     """A support of 4 and a query of 16 become 2 and 8 on both sides."""
@@ -127,6 +128,7 @@ def test_under_a_boards_limit_a_run_computes_what_a_fleet_computes(tmp_path: Pat
     compare_with_a_fleet(tmp_path, method, hyper, "int8", max_batch=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["none", "clip", "median", "trimmed", "krum", "history"])
 def test_with_a_liar_a_run_computes_what_a_fleet_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
@@ -157,6 +159,7 @@ FROZEN: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FROZEN)
 def test_a_run_that_trains_a_part_computes_what_a_fleet_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -48,6 +48,7 @@ def test_epsilon_is_of_the_device_that_was_asked_most_and_its_limit_ends_the_run
     assert "accuracy" in ended.rounds()[-1]
 
 
+@pytest.mark.slow
 def test_where_nobody_knows_who_was_drawn_epsilon_is_smaller(tmp_path: Path) -> None:
     central = {**LOCAL, "mode": "central", "noise_multiplier": 8.0}
     known, hidden = (
