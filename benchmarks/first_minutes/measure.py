@@ -29,7 +29,8 @@ from tests.support.paths import ROOT
 RESULT = Path(__file__).with_name("result.json")
 WAYS = {
     "a device, without torch": "", "an aggregator alone": "server,console,monitor",
-    "an operator without torch": "aggregator", "an operator": "operator", "a developer": "operator,dev",
+    "an operator without torch": "aggregator", "an operator": "operator",
+    "an operator with private updates": "operator,privacy", "a developer": "operator,dev",
 }
 DEMO = ("demo", "--devices", "4", "--rounds", "10", "--no-baseline", "--out", "demo-run")
 

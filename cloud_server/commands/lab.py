@@ -109,6 +109,10 @@ def _simulate(
     from cloud_server.laboratory.run import simulate as simulation
     from cloud_server.laboratory.run.engine import Stopped
     from cloud_server.laboratory.run.run_progress import Progress
+    from fleet_core.privacy import accountant
+
+    if experiment.privacy.on:
+        accountant.check_installed()
 
     with processes.until_signal() as stopped, Progress(left, experiment.budget.rounds) as progress:
         try:

@@ -23,7 +23,7 @@ from fleet_core.base.errors import ConfigError, shortened
 SET = "as fleet.toml says"
 MOST_ROWS = 2000
 NAMES = 12
-ORDER = ("refused", "late", "silent", "skipped", "counted")
+ORDER = ("refused", "late", "silent", "awaited", "skipped", "counted")
 
 
 def explained(ledger: Ledger, number: int) -> dict[str, Any]:
@@ -99,10 +99,11 @@ def _came_out(ledger: Ledger, row: Round) -> list[str]:
 
 
 def _rows(row: Round, updates: list[Update]) -> list[dict[str, Any]]:
-    silent = [{"device": name, "status": "silent"} for name in sorted(set(row.cohort) - {u.device for u in updates})]
+    status = "awaited" if row.status == "open" else "silent"
+    without = [{"device": name, "status": status} for name in set(row.cohort) - {one.device for one in updates}]
     listed = [{"device": one.device, "after_s": one.received_at - row.opened_at, **update_facts(one)}
               for one in updates]
-    return sorted([*listed, *silent], key=lambda one: (ORDER.index(one["status"]), one["device"]))
+    return sorted([*listed, *without], key=lambda one: (ORDER.index(one["status"]), one["device"]))
 
 
 def _names(names: list[str]) -> str:

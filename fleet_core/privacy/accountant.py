@@ -7,6 +7,7 @@ half of this epsilon.
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -71,11 +72,16 @@ class Spent:
         return max(self._accountant.epsilon(rounds + Counter([noise])) for rounds in known)
 
 
-def _library() -> Any:
-    try:
-        import dp_accounting
-        import dp_accounting.rdp
-    except ModuleNotFoundError as error:
+def check_installed() -> None:
+    """Raises ConfigError where dp-accounting is not installed."""
+    if importlib.util.find_spec("dp_accounting") is None:
         raise ConfigError("epsilon needs dp-accounting, which is not installed", where="privacy.mode",
-                          hint="pip install 'metafleet[privacy]'") from error
+                          hint='pip install "metafleet[privacy]"')
+
+
+def _library() -> Any:
+    check_installed()
+    import dp_accounting
+    import dp_accounting.rdp
+
     return dp_accounting

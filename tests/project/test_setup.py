@@ -273,6 +273,18 @@ def test_a_device_needs_no_more_than_this_and_aggregating_a_command_line() -> No
     assert names["server"] == set(start.LIBRARIES)
 
 
+def test_an_operator_gets_the_accountant_of_private_updates_only_when_it_is_asked_for() -> None:
+    """It brings scipy, 35 MB, and few fleets are private."""
+    def brought(extra: str) -> set[str]:
+        named = [Requirement(line) for line in project()[extra]]
+        inner = set().union(*(one.extras for one in named if one.name == "metafleet"))
+        return {one.name for one in named}.union(*map(brought, inner))
+
+    assert "torch" in brought("operator")
+    assert "dp-accounting" not in brought("operator")
+    assert "dp-accounting" in brought("dev") & brought("privacy")
+
+
 def test_every_dependency_has_its_reason() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text()
     names = {Requirement(line).name for lines in project().values() for line in lines} - {"metafleet"}

@@ -1,4 +1,4 @@
-"""``metafleet[aggregator]``: what an operator's machine without torch can do, and what it says it cannot."""
+"""What an operator's machine without torch, or without dp-accounting, can do, and what it says it cannot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from benchmarks.console.made_fleet import MadeFleet
 from cloud_server.commands.doctor import EXTRAS
 
 pytestmark = pytest.mark.slow
-WITHOUT = ("import sys; sys.modules.update(torch=None, onnx=None, onnxscript=None); "
-           "from cloud_server.commands.start import main; main()")
+EXPERIMENT = """
+seeds = [0]
+[data]
+set = "heartbeat"
+[model]
+name = "cnn1d"
+[budget]
+rounds = 1
+[[method]]
+name = "fedavg"
+"""
 
 
-def metafleet(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-c", WITHOUT, *map(str, arguments)]
+def metafleet(*arguments: object, without: str = "torch=None, onnx=None, onnxscript=None") \
+        -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.modules.update({without}); from cloud_server.commands.start import main; main()"
+    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -50,13 +61,26 @@ def test_the_console_and_the_aggregator_load_no_torch() -> None:
     ["advise", "heartbeat", "--out", "TO/advice"],
 ], ids=lambda one: one[0])
 def test_what_needs_torch_says_so(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "experiment.toml").write_text('seeds = [0]\n[data]\nset = "heartbeat"\n[model]\nname = "cnn1d"\n'
-                                              '[budget]\nrounds = 1\n[[method]]\nname = "fedavg"\n')
+    (tmp_path / "experiment.toml").write_text(EXPERIMENT)
     done = metafleet(*(one.replace("TO", str(tmp_path)) for one in arguments))
     assert done.returncode == 2, done.stderr
     assert "is not installed" in done.stderr
     assert "pip install" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_simulation_with_private_updates_says_that_it_needs_dp_accounting_and_one_without_does_not(
+    tmp_path: Path
+) -> None:
+    (tmp_path / "experiment.toml").write_text(EXPERIMENT)
+    wanted = ["simulate", tmp_path / "experiment.toml", "--out", tmp_path / "runs", "--jobs", 1]
+    done = metafleet(*wanted, "--set", 'privacy.mode="local"', without="dp_accounting=None")
+    assert done.returncode == 2, done.stderr
+    assert "privacy.mode: epsilon needs dp-accounting, which is not installed" in done.stderr
+    assert 'pip install "metafleet[privacy]"' in done.stderr
+    assert not (tmp_path / "runs").exists()
+    done = metafleet(*wanted, without="dp_accounting=None")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_doctor_says_what_is_missing_for_which_command() -> None:

@@ -142,9 +142,14 @@ def test_a_round_is_explained_in_words(made: MadeFleet) -> None:
 def test_an_open_round_says_who_is_awaited(folder: Path) -> None:
     with Ledger(folder / "ledger.sqlite") as ledger:
         ledger.put(Round(round=7, opened_at=1e9, cohort=("attic-01", "barn-01"), status="open"))
-        text = " ".join(round_words.explained(ledger, 7)["sentences"])
+        ledger.put(Round(round=8, opened_at=1e9, cohort=("attic-01",), status="closed"))
+        found = round_words.explained(ledger, 7)
+        closed = round_words.explained(ledger, 8)
+    text = " ".join(found["sentences"])
     assert "It is still open." in text
     assert "Nothing has come yet from attic-01, barn-01." in text
+    assert found["devices"] == [{"device": name, "status": "awaited"} for name in ("attic-01", "barn-01")]
+    assert closed["devices"] == [{"device": "attic-01", "status": "silent"}]
 
 
 def test_a_device_is_shown_with_its_history(client: TestClient) -> None:

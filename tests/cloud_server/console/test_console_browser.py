@@ -18,6 +18,7 @@ from benchmarks.console.browser import chromium, complaints, emulate
 from benchmarks.console.made_fleet import MadeFleet
 from cloud_server.identity import audit_log
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round
 from cloud_server.records import update_record
 from tests.support.paths import ROOT
 from tests.support.programs import Programs, metafleet, programs_in
@@ -115,6 +116,25 @@ def test_a_round_that_closes_appears_by_itself(page: Page) -> None:
     page.until(lambda: page.text_of("tbody a") == str(before + 1))
 
 
+def test_a_device_that_is_awaited_looks_other_than_one_that_gave_no_answer(page: Page) -> None:
+    closed, opened = page.fleet.round + 1, page.fleet.round + 2
+    page.fleet.ledger.put(Round(round=closed, opened_at=1e9, cohort=("attic-01",), status="closed"),
+                          Round(round=opened, opened_at=1e9, cohort=("attic-01",), status="open"))
+
+    def shown(view: str, css: str) -> tuple[str, ...]:
+        page.open(view)
+        page.until(lambda: page.all(css))
+        one = page.one(css)
+        return one.text, one.value_of_css_property("color"), one.value_of_css_property("background")
+
+    silent, awaited = shown(f"rounds/{closed}", ".became"), shown(f"rounds/{opened}", ".became")
+    assert (silent[0], awaited[0]) == ("no answer", "awaited")
+    assert silent[1] != awaited[1]
+    assert shown("rounds", ".patch.silent")[2] != shown("rounds", ".patch.awaited")[2]
+    page.fleet.play()
+    page.fleet.play()  # in their place come rounds with all devices
+
+
 def test_pausing_by_keyboard_asks_first_and_is_in_the_log(page: Page) -> None:
     page.open("log")
     page.until(lambda: page.one("#pause").text == "Pause")
@@ -162,11 +182,12 @@ def test_what_is_missing_for_flashing_is_said_instead_of_asked(page: Page) -> No
 
 def test_a_halted_update_is_on_the_page_and_ended_after_a_question(page: Page) -> None:
     update = update_record.begun(update_record.Plan(1, "0.2.0", "aarch64 3.13", ("attic-01", "attic-02"), (1,)))
-    halted = replace(update.moved("attic-01", update_record.FAILED, "no room"), st=update_record.HALTED, why="1 failed")
+    halted = replace(update.moved("attic-01", update_record.FAILED, "no room"), st=update_record.HALTED,
+                     why="1 failed:\nattic-01: no room")
     update_record.write(page.fleet.folder, halted)
     page.open("fleet")
     page.until(lambda: page.all("#abort-update"))
-    assert "Update to 0.2.0 is halted: 1 failed; 1 waiting, 1 failed." in page.text_of(".notes")
+    assert "Update to 0.2.0 is halted: 1 failed:\nattic-01: no room; 1 waiting, 1 failed." in page.text_of(".notes")
     page.click("#abort-update")
     page.until(lambda: page.text_of("dialog h2") == "End the update?")
     assert page.driver.switch_to.active_element.text == "Cancel"

@@ -4,6 +4,7 @@ one version of each update, whatever is killed."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def test_epsilon_is_noted_shown_and_reported(tmp_path: Path, capsys: pytest.Capt
     found = outcome.of_fleet(w.fleet.folder)
     assert found["rounds"][2]["privacy"]["spent"] == rows[2].spent
     assert "<h2>Privacy</h2>" in html_report.render(found, title="t")
+
+
+def test_an_aggregator_without_the_accountant_does_not_start_a_private_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    w = world(tmp_path, text('mode = "local"'))
+    with pytest.raises(ConfigError, match="epsilon needs dp-accounting, which is not installed"):
+        w.start_server()
+    w.close()
 
 
 def test_the_run_ends_before_the_round_that_would_pass_the_limit(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import dp_accounting
 import pytest
 from dp_accounting import pld
 
+from fleet_core.base.errors import ConfigError
 from fleet_core.privacy.accountant import Accountant, Spent
 
 DELTA = 1e-5
@@ -65,3 +67,10 @@ def test_the_device_that_was_asked_most_decides(accountant: Accountant) -> None:
     assert spent.epsilon == accountant.epsilon({2.0: 1, 3.0: 1})
     assert spent.most == 2
     assert spent.after_another(2.0) == accountant.epsilon({2.0: 2, 3.0: 1})
+
+
+def test_without_the_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ConfigError, match=r"privacy\.mode: epsilon needs dp-accounting.* not installed") as found:
+        Accountant(DELTA)
+    assert found.value.hint == 'pip install "metafleet[privacy]"'
