@@ -24,9 +24,10 @@ from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, Traffic, Update
+from cloud_server.membership.members import SILENT_S, Members
+from cloud_server.membership.training_states import LOSS_ROUNDS, MOST_LOSSES
 from cloud_server.records.spool import Spool
 from cloud_server.rounds import update_receiver
-from cloud_server.rounds.members import LOSS_ROUNDS, MOST_LOSSES, SILENT_S, Members
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from cloud_server.running import aggregator_process
 from edge_agent.compute.trainer import InlineTrainer, TrainerJobs
@@ -227,13 +228,13 @@ def test_an_update_that_is_judged_again_after_a_restart_is_judged_as_before(flee
     w = fleet(rounds=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.closed() >= 1 and settled(w))
-    members, unknown = w.server._members, UpdateRef(1, "f" * 32)
+    states, unknown = w.server._parts.states, UpdateRef(1, "f" * 32)
     for closed in range(1, 1 + MOST_LOSSES):
-        assert members.refusal("d0", unknown, closed, 1) == ""
-        members.on_update("d0", unknown, closed, 1)
-        assert members.refusal("d0", unknown, closed, 1) == ""
-    assert "3 times before in 20 rounds" in members.refusal("d0", unknown, 1 + MOST_LOSSES, 1)
-    assert members.refusal("d0", unknown, 1 + LOSS_ROUNDS, 1) == ""
+        assert states.refusal("d0", unknown, closed, 1) == ""
+        states.check("d0", unknown, closed, 1)
+        assert states.refusal("d0", unknown, closed, 1) == ""
+    assert "3 times before in 20 rounds" in states.refusal("d0", unknown, 1 + MOST_LOSSES, 1)
+    assert states.refusal("d0", unknown, 1 + LOSS_ROUNDS, 1) == ""
 
 
 def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):

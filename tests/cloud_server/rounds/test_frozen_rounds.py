@@ -16,10 +16,10 @@ import pytest
 from cloud_server.commands import server as commands
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.ledger.ledger_tables import Device, Flops, Round, RoundArrays, Traffic
+from cloud_server.membership.inability import inability
 from cloud_server.records.fleet_settings import LinkSection
 from cloud_server.reports import html_report, terminal_view
 from cloud_server.results import outcome, result
-from cloud_server.rounds.members import inability
 from edge_agent.device.state import DeviceState
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage

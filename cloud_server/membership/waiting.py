@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from cloud_server.broadcast.open_round import OpenRound, Rounds
-from cloud_server.rounds.members import Members
+from cloud_server.membership.members import Members
 from fleet_core.base.errors import shortened
 from fleet_core.protocol import cohort
 
