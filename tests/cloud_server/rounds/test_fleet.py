@@ -1422,7 +1422,7 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
 def test_the_first_model_goes_as_a_seed_and_whole_to_an_agent_of_the_version_before(fleet):
     w = fleet(rounds=1)
     start(w, "d0", "d1", "d2")
-    old = w.agents["d1"]._models
+    old = w.agents["d1"]._tasks.models
     old.blob_for = lambda ref, groups: ref.blob if ref.base in (None, old.base) else ref.full
     assert w.pump(lambda: finished(w))
     down = {t.device: t.payload_bytes for t in w.server.ledger.rows(Traffic, round=1, direction="down", kind="model")}
@@ -1759,8 +1759,8 @@ def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_o
         return [] if client == agent.boot and "/b/" in message.topic and w.closed() < 2 else None
 
     faults.rules.append(starve)
-    agent._models.base = ""
-    agent._training.forget()
+    agent._tasks.models.base = ""
+    agent._tasks.training.forget()
     agent._fetcher.start(agent.manifest.model.blob, 1 << 20, "model")
     assert agent._fetcher.target == blob
     assert w.pump(lambda: w.closed() == 3, tick_s=TICK_S)

@@ -160,8 +160,8 @@ def test_a_part_that_does_not_fit_gives_way_to_the_whole(fleet: Callable[..., Wo
     w = fleet(HEAD, rounds=8, fleet="cohort = 2")
     start(w, "d0", "d1", "d2", "d3")
     for agent in w.agents.values():
-        agent._models._has_rest = lambda ref, groups: True
-        agent._models._with_rest = lambda ref, groups, a=agent: a.service.layout.seeded(3)
+        agent._tasks.models._has_rest = lambda ref, groups: True
+        agent._tasks.models._with_rest = lambda ref, groups, a=agent: a.service.layout.seeded(3)
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
     assert w.logged("the part does not fit what is held here: the whole model is needed")
     assert set(statuses(w, 8).values()) == {"counted"}
@@ -221,7 +221,7 @@ def test_a_device_that_only_answers_follows_also_with_an_agent_of_the_version_be
     start(w, "d0", "d1", "d2")
     for name in ("old", "new"):
         w.start_agent(name, toy(9), train=False)
-    models: Any = w.agents["old"]._models
+    models: Any = w.agents["old"]._tasks.models
     models.blob_for = lambda ref, groups: ref.blob if ref.base is None or models._fits(ref, groups) else ref.full
     decode = models._decode
     models._decode = lambda m, groups, ref, blob, data: decode(
