@@ -18,9 +18,9 @@ from edge_agent.commands.run import service_of
 from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Inline
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.base.errors import RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits

@@ -16,6 +16,7 @@ from edge_agent.commands.watchdog import Watchdog
 from edge_agent.compute.worker import ByEngine, Jobs, Threaded, Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.process_usage import own_usage
 from edge_agent.device.state import DeviceState
 from edge_agent.device.this_board import (
@@ -32,7 +33,6 @@ from edge_agent.device.version import running
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.updates import update_folder
 from edge_agent.updates.program_updates import ProgramUpdates
 from fleet_core.base import processes

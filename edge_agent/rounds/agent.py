@@ -14,11 +14,11 @@ from edge_agent.compute.worker import Trainer
 from edge_agent.connection.blob_download import Fetcher
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.connection.update_upload import Uploader
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.full_disk import Disk
 from edge_agent.device.state import DeviceState
 from edge_agent.inference.drift import personalize_again
 from edge_agent.inference.service import Service
-from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.rounds.manifest_check import ManifestCheck
 from edge_agent.rounds.pending_update import PendingUpdates
 from edge_agent.rounds.reports import Reporter

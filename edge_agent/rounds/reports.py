@@ -9,8 +9,8 @@ from typing import Any
 from edge_agent.connection.blob_download import MISSING
 from edge_agent.connection.broker_login import has_certificate
 from edge_agent.connection.update_upload import UNANSWERED
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.version import running
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.backoff import Backoff
 from fleet_core.base.errors import LinkError

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from edge_agent.compute.adapter import AdapterProcess
 from edge_agent.compute.worker import Done, Trainer
 from edge_agent.connection.blob_download import Fetcher
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.full_disk import Disk
 from edge_agent.device.manifest_method import method_of
 from edge_agent.device.state import DeviceState
 from edge_agent.inference.service import Service
-from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.rounds.attempts import Attempts
 from edge_agent.rounds.device_payload import DevicePayload
 from edge_agent.rounds.graphs import Graphs

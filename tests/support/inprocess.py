@@ -25,9 +25,9 @@ from edge_agent.compute import adapter
 from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Inline, Job, Trainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.agent_costs import AgentCosts
 from export.first_model import first
 from fleet_core.base import trees
 from fleet_core.base.errors import RevokedError

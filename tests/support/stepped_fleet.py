@@ -14,10 +14,10 @@ from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent
 from edge_agent.rounds.agent import will as agent_will
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.board.device_settings import settings_of
 from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink

@@ -15,11 +15,11 @@ from cloud_server.records import update_record
 from cloud_server.records.update_record import Update
 from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds import reports
 from edge_agent.rounds.agent import Agent
 from edge_agent.rounds.agent import will as agent_will
-from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.updates.program_updates import ProgramUpdates
 from firmware_profiles.package.device_package import Signing
 from fleet_core.board.device_settings import settings_of
