@@ -8,22 +8,19 @@ A write that fails is raised out of ``step`` as StateError and ends this coordin
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from cloud_server.broadcast.open_round import OpenRound
-from cloud_server.broadcast.program_waves import REQUEST as UPDATE
 from cloud_server.broker import requirements
 from cloud_server.ledger import disk_errors
-from cloud_server.ledger.ledger import Ledger, requested_at
-from cloud_server.ledger.ledger_tables import Invitation, Round
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.rounds.decide_roll_back import REQUEST
+from cloud_server.rounds.operator_requests import OperatorRequests
 from cloud_server.rounds.parts import assemble
 from cloud_server.rounds.received_messages import DeviceMessages
 from cloud_server.rounds.secure_round import RESTARTED
@@ -35,7 +32,6 @@ from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
 from fleet_core.robust.screening import Screened
 
-REQUESTS_S = 0.25
 GRACE_S = 3.0
 LOOK_S = 0.1  # between two looks over all devices
 
@@ -70,10 +66,11 @@ class Coordinator:
         )
         self._members, self._rounds, self._rule = self._parts.members, self._parts.rounds, self._parts.rule
         self.layout = self._parts.layout
-        self._device_messages = DeviceMessages(self._parts, read_requests=lambda: self._requests(now=True), log=log)
+        self._requests = OperatorRequests(self._parts, pause=self._pause, clock=clock, now=now)
+        self._device_messages = DeviceMessages(self._parts, self._requests, log)
         self._numbers, self._few, self._begun = "", 0, 0
         self._connected_at = clock()
-        self._asked_at = self._looked_at = -math.inf
+        self._looked_at = -math.inf
         self._idle: int | None = None
         self._taken_up = False  # the open round is from before a restart, and its devices are not back yet
         self.broker_said = ""
@@ -100,7 +97,7 @@ class Coordinator:
                 case Denied(topic, reason):
                     self._log(f"broker: {topic} denied: {reason}")
                     self._parts.left.denied(topic)
-        self._requests()
+        self._requests.tick()
         if self._parts.keys.tick():
             self._parts.manifests.again()
             self._parts.programs.again()
@@ -118,7 +115,7 @@ class Coordinator:
         if self.open is not None and (self.open.answered or self._time_to_look()):
             self._close_if_due(self.open)
             if self._rounds.open is None:
-                self._requests(now=True)  # handle requests made during the round before the next one opens
+                self._requests.read()  # those made during the round, before the next one opens
         if self.open is None and self._time_to_look():
             before = self._rounds.interrupted(self.checkpoint.round + 1)
             if before is None:
@@ -198,45 +195,10 @@ class Coordinator:
         self._parts.programs.reconnected()
         self._parts.keys.reconnected()
 
-    def _requests(self, *, now: bool = False) -> None:
-        """Carries out requests that commands have written to the ledger."""
-        if self._clock() - self._asked_at < REQUESTS_S and not now:
-            return
-        self._asked_at = self._clock()
-        for key, value in sorted(self.ledger.requests().items(), key=lambda item: requested_at(item[1])):
-            what, _, name = key.partition("/")
-            if key == "paused":
-                self.paused, self._idle = value == "yes", None
-                self.ledger.set_facts(paused=value)
-            elif what == "enroll":
-                self._members.enroll(name, self.checkpoint.round)
-            elif what == "invite":
-                self._parts.enrolments.invite(Invitation(**json.loads(value)))
-            elif what == "revoke":
-                disk_errors.with_reserve(
-                    self.fleet.folder, partial(self._revoke, name, requested_at(value) or self._now())
-                )
-            elif what == "quarantine":
-                self._parts.quarantine.quarantine(name, "an operator asked for it")
-            elif what == "release":
-                self._parts.quarantine.release(name, self.checkpoint.round)
-            elif key == UPDATE:
-                self._parts.programs.request(value)
-            elif key == REQUEST:
-                self._parts.roll_backs.request(value)
-                continue
-            else:
-                continue
-            self.ledger.remove_request(key, value)
-
-    def _revoke(self, name: str, asked_at: float) -> None:
-        """Takes effect at once, so that a round does not wait for the device; the next round resets the duals."""
-        self._members.revoke(name)
-        if self._members.revoked(name):
-            self._device_messages.tell_revoked(name, self._members.boot(name))  # before the broker denies it everything
-        self._parts.left.forget(name)
-        self._parts.enrolments.revoke(name, asked_at)
-        self._parts.receiver.drop(name)
+    def _pause(self, value: str) -> None:
+        """value: yes | no."""
+        self.paused, self._idle = value == "yes", None
+        self.ledger.set_facts(paused=value)
 
     # Open a round -----------------------------------------------------------------------------------------------------
 

@@ -1588,7 +1588,7 @@ def test_a_leave_is_not_forgotten_by_an_aggregator_that_dies_before_the_next_rou
     assert w.pump(lambda: opened(w, 3))
     w.server.ledger.request("revoke/d2", "yes")
     w.clock.seconds += 1
-    w.server._requests()
+    w.server._requests.tick()
     w.kill_server()
     w.kill_agent("d2")
     w.start_server()
