@@ -32,7 +32,6 @@ from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
 from fleet_core.robust.screening import Screened
 
-GRACE_S = 3.0
 LOOK_S = 0.1  # between two looks over all devices
 
 
@@ -68,8 +67,7 @@ class Coordinator:
         self.layout = self._parts.layout
         self._requests = OperatorRequests(self._parts, pause=self._pause, clock=clock, now=now)
         self._device_messages = DeviceMessages(self._parts, self._requests, log)
-        self._numbers, self._few, self._begun = "", 0, 0
-        self._connected_at = clock()
+        self._begun = 0
         self._looked_at = -math.inf
         self._idle: int | None = None
         self._taken_up = False  # the open round is from before a restart, and its devices are not back yet
@@ -187,7 +185,7 @@ class Coordinator:
     def _on_connected(self, limit_bytes: int | None) -> None:
         self.broker_said = ""
         requirements.check_packets(self.fleet, limit_bytes)
-        self._connected_at = self._clock()
+        self._parts.readiness.connected()
         self.link.subscribe(*topics.from_devices(self.name), as_published=True)
         self._parts.left.connected()
         self._parts.messages.announce("on")
@@ -208,9 +206,7 @@ class Coordinator:
         number = self.checkpoint.round + 1
         if before is None and self._parts.budget.over(self.checkpoint.round):
             return self._end_early()
-        if before is None and not self._enough_there():
-            return self._say_few(number)
-        if number == 1 and before is None and not self._parts.first_wait.over():
+        if before is None and not self._parts.readiness.may_open(number):
             return
         state = self._rule.opening(before)
         sent = self.method.server.broadcast(state)
@@ -234,7 +230,7 @@ class Coordinator:
             with self.ledger.transaction():
                 self._rounds.begin(opened, len(self._members.members()))
                 self._parts.privacy.note(opened)
-            self._say_numbers(number)
+            self._parts.readiness.say_numbers(number)
         self._parts.codecs.begin(opened)
         self._parts.arrays.begin(opened)
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
@@ -248,32 +244,6 @@ class Coordinator:
         """Serves the last model of a run that has spent its budget. A run that reached its target serves it already."""
         if self._parts.budget.spent and self.checkpoint.round > self.served_round:
             self._parts.served.serve(self.checkpoint, last=True)
-
-    def _say_numbers(self, number: int) -> None:
-        """Logs how many devices are on, if the number has changed since the last round."""
-        numbers = self._members.numbers()
-        if numbers != self._numbers:
-            self._numbers = numbers
-            self._log(f"round {number} begins: {numbers}")
-
-    def _say_few(self, number: int) -> None:
-        """Logs once per round for how many devices it waits."""
-        least = self.config.fleet.min_devices
-        if self._few != number and self._late() and len(self._members.ready()) < least:
-            self._few = number
-            wanted = "a device is" if least == 1 else f"{least} devices are"
-            self._log(f"round {number} begins when {wanted} on and can train (min_devices in fleet.toml): "
-                      f"{self._members.numbers()}")
-
-    def _late(self) -> bool:
-        """Whether devices that were on before this aggregator connected have had time to announce themselves."""
-        return self._clock() - self._connected_at > GRACE_S
-
-    def _enough_there(self) -> bool:
-        """Whether enough devices are on to begin, and those that were on before this aggregator started have announced
-        themselves or had time to."""
-        there = len(self._members.askable()) >= self.config.fleet.min_devices
-        return there and (self._late() or not self._members.awaited())
 
     # Close a round ----------------------------------------------------------------------------------------------------
 
@@ -302,7 +272,7 @@ class Coordinator:
     def _all_gone(self, names: list[str]) -> bool:
         """Whether no update of these devices is expected any more. A round that was opened again after a restart first
         waits until enough devices are on, as a new round does."""
-        self._taken_up = self._taken_up and not self._enough_there()
+        self._taken_up = self._taken_up and not self._parts.readiness.enough
         return not self._taken_up and not any(map(self._members.expected, names))
 
     def _abandon(self, opened: OpenRound) -> None:

@@ -27,7 +27,7 @@ from cloud_server.membership.inability import inability
 from cloud_server.membership.members import Members
 from cloud_server.membership.quarantine import Quarantine
 from cloud_server.membership.training_states import TrainingStates
-from cloud_server.membership.waiting import FirstWait, Places, Waiting
+from cloud_server.membership.waiting import Places, Readiness, Waiting
 from cloud_server.records import training_graph
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
@@ -74,7 +74,7 @@ class Parts:
     tell: Callable[[str, Down], None]
     receiver: UpdateReceiver
     waiting: Waiting
-    first_wait: FirstWait
+    readiness: Readiness
     places: Places
     enrolments: Enrolments
     renewals: Renewals
@@ -151,8 +151,9 @@ def assemble(
         publisher=publisher, models=models,
         programs=ProgramWaves(fleet, link, ledger, audit, sign=keys.sign, clock=clock, now=now, log=log),
         served=served, manifests=manifests, messages=messages, tell=tell, receiver=receiver, waiting=waiting,
-        first_wait=FirstWait(
-            members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
+        readiness=Readiness(
+            members, settings.min_devices, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock,
+            log=log,
         ),
         quarantine=Quarantine(
             ledger, members, automatic=fleet.config.robust.quarantine, withdraw=receiver.withdraw, audit=audit, log=log
