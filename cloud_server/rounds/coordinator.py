@@ -301,14 +301,7 @@ class Coordinator:
         """Closes a round without using its updates; every device discards its own."""
         checkpoint = self._rule.closing_without(opened)
         opened.received.clear()
-        self._parts.checkpoints.save(checkpoint)
-        with self.ledger.transaction():
-            self._parts.privacy.note(opened)
-            self._rounds.close(opened, len(self._members.members()), uncounted=reason)
-            self._parts.codecs.close(opened, checkpoint.state)
-            self._parts.arrays.close(opened, checkpoint.state)
-        self._log(f"round {opened.number}: {reason}")
-        self._end(opened, checkpoint, Screened(()))
+        self._end(opened, checkpoint, Screened(()), len(self._members.members()), uncounted=reason)
 
     def _close(self, opened: OpenRound) -> None:
         members = max(len(self._members.members()), len(opened.received))
@@ -317,15 +310,7 @@ class Coordinator:
             checkpoint, screened = self._rule.closing(opened, updates, members)
         except (StateError, CodecError) as error:
             return self._take_up_again(error)
-        self._parts.checkpoints.save(checkpoint)  # before the ledger: a crash in between leaves the round open
-        with self.ledger.transaction():
-            self._parts.receiver.record(opened, screened)
-            self._parts.privacy.note(opened)
-            self._members.took_part(opened.received, opened.model.model)
-            self._rounds.close(opened, members)
-            self._parts.codecs.close(opened, checkpoint.state)
-            self._parts.arrays.close(opened, checkpoint.state)
-        self._end(opened, checkpoint, screened)
+        self._end(opened, checkpoint, screened, members)
 
     def _updates(self, opened: OpenRound) -> Iterable[Update]:
         """The round's updates before screening. Raises MessageError or StateError if a secure sum cannot be computed.
@@ -334,8 +319,20 @@ class Coordinator:
             return self._parts.secure.updates(opened)
         return self._parts.spool.updates(opened.number, opened.received)
 
-    def _end(self, opened: OpenRound, checkpoint: Checkpoint, screened: Screened) -> None:
-        """Goes on after the round was closed on the disk."""
+    def _end(
+        self, opened: OpenRound, checkpoint: Checkpoint, screened: Screened, members: int, *, uncounted: str = ""
+    ) -> None:
+        """Closes the round on the disk, then goes on. uncounted: why its updates are not used, or empty."""
+        self._parts.checkpoints.save(checkpoint)  # before the ledger: a crash in between leaves the round open
+        with self.ledger.transaction():
+            self._parts.receiver.record(opened, screened)
+            self._parts.privacy.note(opened)
+            self._members.took_part(opened.received, opened.model.model)
+            self._rounds.close(opened, members, uncounted=uncounted)
+            self._parts.codecs.close(opened, checkpoint.state)
+            self._parts.arrays.close(opened, checkpoint.state)
+        if uncounted:
+            self._log(f"round {opened.number}: {uncounted}")
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")
