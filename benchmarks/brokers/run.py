@@ -224,7 +224,7 @@ def agents_of(homes: list[Path], url: str, version: Version, login: dict[str, An
     agents = []
     for home in homes:
         settings, boot = settings_of(home), secrets.token_hex(8)
-        link = MqttLink(url, client_id=f"{settings.device.fleet}-{home.name}", will=Will(*will(settings, boot)),
+        link = MqttLink(url, client_id=f"{settings.device.fleet}-{home.name}", will=will(settings, boot),
                         protocol=version, **login)
         agents.append(Agent(settings, DeviceState(home), link, service_of(home, settings), AgentCosts(),
                             InlineTrainer(), boot=boot))
@@ -241,7 +241,7 @@ def fleet_run(url: str, version: Version, login: dict[str, Any]) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="mf-brokers-") as folder:
         fleet, homes = made(Path(folder), f"probe-{secrets.token_hex(4)}")
         name, lines = fleet.config.fleet.name, list[str]()
-        link = MqttLink(url, client_id=f"{name}-aggregator", will=Will(*server_will(name, "boot")), protocol=version,
+        link = MqttLink(url, client_id=f"{name}-aggregator", will=server_will(name, "boot"), protocol=version,
                         **login)
         with fleet.lock(), Ledger(fleet.ledger_path) as ledger, agents_of(homes, url, version, login) as agents:
             server = Coordinator(fleet, link, ledger, boot="boot", log=lines.append)

@@ -26,7 +26,7 @@ from cloud_server.rounds.received_messages import DeviceMessages
 from cloud_server.rounds.secure_round import RESTARTED
 from fleet_core.algorithms.interface import Update
 from fleet_core.base.errors import CodecError, FleetError, MessageError, StateError
-from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
+from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message, Will
 from fleet_core.model import skipped_updates
 from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
@@ -342,6 +342,6 @@ class Coordinator:
         self._parts.served.serve_if_due(checkpoint)
 
 
-def will(fleet: str, boot: str) -> tuple[str, bytes]:
-    """Topic and payload of the aggregator's last will."""
-    return topics.server(fleet), messages.encode(ServerPresence(st="off", boot=boot))
+def will(fleet: str, boot: str) -> Will:
+    """The aggregator's last will."""
+    return Will(topics.server(fleet), messages.encode(ServerPresence(st="off", boot=boot)))

@@ -24,7 +24,6 @@ from edge_agent.rounds.agent import Agent, will
 from fleet_core.base.errors import RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
-from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 
 IDLE_STEP_S = 0.05
@@ -53,8 +52,7 @@ def run(
     broker, clock = LoopbackBroker(max_queued_messages=100_000), Clock()
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
         boot = secrets.token_hex(8)
-        topic, payload = server_will(fleet.config.fleet.name, boot)
-        link = LoopbackLink(broker, "aggregator", Will(topic, payload), max_queued=100_000)
+        link = LoopbackLink(broker, "aggregator", server_will(fleet.config.fleet.name, boot), max_queued=100_000)
         server = Coordinator(fleet, link, ledger, boot=boot, clock=clock, log=log)
         agents = [_agent(broker, home, settings, clock, log) for home, settings in devices.values()]
         link.open()
@@ -86,8 +84,7 @@ def _agent(
     broker: LoopbackBroker, home: Path, settings: Settings, clock: Clock, log: Callable[[str], None]
 ) -> Agent:
     boot, onnx = secrets.token_hex(8), settings.train.engine == "onnx"
-    topic, payload = will(settings, boot)
-    link = LoopbackLink(broker, settings.device.name, Will(topic, payload), max_queued=100_000)
+    link = LoopbackLink(broker, settings.device.name, will(settings, boot), max_queued=100_000)
     agent = Agent(
         settings,
         DeviceState(home),

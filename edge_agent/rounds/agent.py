@@ -28,7 +28,7 @@ from edge_agent.updates.program_updates import ProgramUpdates
 from fleet_core.base.errors import FleetError, MessageError, RevokedError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
-from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
+from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message, Will
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Answer, Down, Evaluation, Presence, Question, ServerPresence
 from fleet_core.protocol.round_messages import Manifest
@@ -346,7 +346,7 @@ class Agent:
             self._announce()
 
 
-def will(settings: Settings, boot: str) -> tuple[str, bytes]:
-    """Topic and payload of the device's last will."""
+def will(settings: Settings, boot: str) -> Will:
+    """The device's last will."""
     topic = topics.presence(settings.device.fleet, settings.device.name)
-    return topic, messages.encode(Presence(st="off", boot=boot))
+    return Will(topic, messages.encode(Presence(st="off", boot=boot)))

@@ -42,18 +42,16 @@ class SteppedFleet:
         self.links: list[MqttLink] = []
 
     def start_server(self, url: str = "") -> None:
-        topic, payload = server_will(FLEET, "server")
-        self.server = Coordinator(self.fleet, self._link("aggregator", Will(topic, payload), url), self.ledger,
+        self.server = Coordinator(self.fleet, self._link("aggregator", server_will(FLEET, "server"), url), self.ledger,
                                   boot="server", log=self.lines.append)
         self.server.link.open()
 
     def start_agent(self, name: str, url: str = "") -> Agent:
         home, settings = DeviceState(self.folder / name), settings_of(self.folder / name)
-        topic, payload = agent_will(settings, f"boot-{name}")
         agent = Agent(
             settings,
             home,
-            self._link(name, Will(topic, payload), url),
+            self._link(name, agent_will(settings, f"boot-{name}"), url),
             service_of(home.folder, settings),
             AgentCosts(),
             InlineTrainer(),
