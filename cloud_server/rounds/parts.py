@@ -55,7 +55,6 @@ class Parts:
     ledger: Ledger
     layout: Layout
     members: Members
-    states: TrainingStates
     rule: RuleState
     rounds: Rounds
     checkpoints: Checkpoints
@@ -146,7 +145,7 @@ def assemble(
         fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log, private=lambda: privacy.over,
     )
     return Parts(
-        fleet=fleet, ledger=ledger, layout=layout, members=members, states=states, rule=rule, rounds=rounds,
+        fleet=fleet, ledger=ledger, layout=layout, members=members, rule=rule, rounds=rounds,
         checkpoints=checkpoints, spool=spool, costs=ReportedCosts(ledger), codecs=codecs, arrays=arrays,
         publisher=publisher, models=models,
         programs=ProgramWaves(fleet, link, ledger, audit, sign=keys.sign, clock=clock, now=now, log=log),

@@ -34,26 +34,10 @@ class RoundTasks:
     adapter. check: has the current manifest. announce(): publishes the presence. providers: as in ``Graphs``."""
 
     def __init__(
-        self,
-        settings: Settings,
-        boot: str,
-        home: DeviceState,
-        link: Link,
-        service: Service,
-        accounts: AgentCosts,
-        *,
-        trainer: Trainer | None,
-        adapter: Trainer | None,
-        limits: Limits,
-        check: ManifestCheck,
-        fetcher: Fetcher,
-        updates: PendingUpdates,
-        reporter: Reporter,
-        disk: Disk,
-        announce: Callable[[], None],
-        providers: tuple[str, ...],
-        clock: Callable[[], float],
-        log: Callable[[str], None],
+        self, settings: Settings, boot: str, home: DeviceState, link: Link, service: Service, accounts: AgentCosts, *,
+        trainer: Trainer | None, adapter: Trainer | None, limits: Limits, check: ManifestCheck, fetcher: Fetcher,
+        updates: PendingUpdates, reporter: Reporter, disk: Disk, announce: Callable[[], None],
+        providers: tuple[str, ...], clock: Callable[[], float], log: Callable[[str], None],
     ):
         self._home, self._link, self._service, self._accounts = home, link, service, accounts
         self._trainer, self._adapter = trainer, adapter or AdapterProcess()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from edge_agent.connection.broker_login import has_certificate
 from edge_agent.device.state import DeviceState, Pending
 from fleet_core.base.backoff import Backoff
-from fleet_core.base.errors import LinkError, MessageError, StateError
+from fleet_core.base.errors import MessageError, StateError
 from fleet_core.board.device_settings import Settings
-from fleet_core.link.interface import Link
+from fleet_core.link.interface import Link, send
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest
@@ -131,8 +131,4 @@ class SecureUpdates:
 
     def _send(self, number: int, part: str, message: object) -> None:
         """What is lost is asked for again."""
-        if self._link.connected:
-            try:
-                self._link.publish(topics.upload(self._fleet, self._name, number, part), messages.encode(message))
-            except LinkError as error:
-                self._log(f"not sent: {error}")
+        send(self._link, topics.upload(self._fleet, self._name, number, part), messages.encode(message), self._log)

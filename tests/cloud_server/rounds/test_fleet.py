@@ -228,7 +228,7 @@ def test_an_update_that_is_judged_again_after_a_restart_is_judged_as_before(flee
     w = fleet(rounds=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.closed() >= 1 and settled(w))
-    states, unknown = w.server._parts.states, UpdateRef(1, "f" * 32)
+    states, unknown = w.server._parts.receiver._states, UpdateRef(1, "f" * 32)
     for closed in range(1, 1 + MOST_LOSSES):
         assert states.refusal("d0", unknown, closed, 1) == ""
         states.check("d0", unknown, closed, 1)
