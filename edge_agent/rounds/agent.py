@@ -222,11 +222,9 @@ class Agent:
 
     def _on_manifest(self, payload: bytes) -> None:
         before = self.manifest
-        if not self._check.accept(payload):
-            return
-        manifest = self.manifest
-        assert manifest is not None
-        self._tasks.on_manifest(before, manifest)
+        manifest = self._check.accept(payload)
+        if manifest is not None:
+            self._tasks.on_manifest(before, manifest)
 
     def _on_keys(self, payload: bytes) -> None:
         """The fleet's key has a successor: follows, and reads the manifest that came before it."""
