@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.results.evaluations import evaluated
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
@@ -57,7 +57,7 @@ def run(
         agents = [_agent(broker, home, settings, clock, log) for home, settings in devices.values()]
         link.open()
         reported, idle_since = server.checkpoint.round, clock.seconds
-        while not stopped() and not (server.finished and _evaluated(ledger, server.served_round) >= devices.keys()):
+        while not stopped() and not (server.finished and evaluated(ledger, server.served_round) >= devices.keys()):
             busy = server.step(0) | any([agent.step(0) for agent in agents])
             if busy:
                 idle_since = clock.seconds
@@ -66,7 +66,7 @@ def run(
             if server.stalled:
                 raise RoundError(server.stalled)
             if clock.seconds - idle_since > GIVE_UP_S:
-                missing = sorted(devices.keys() - _evaluated(ledger, server.checkpoint.round))
+                missing = sorted(devices.keys() - evaluated(ledger, server.checkpoint.round))
                 raise RoundError(f"round {server.checkpoint.round + 1} does not end", where=", ".join(missing))
             if progress is not None and server.checkpoint.round != reported:
                 reported = server.checkpoint.round
@@ -74,10 +74,6 @@ def run(
         for agent in agents:
             agent.close()
         server.close()
-
-
-def _evaluated(ledger: Ledger, round_number: int) -> set[str]:
-    return {row.device for row in ledger.rows(Evaluation, round=round_number)}
 
 
 def _agent(

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from fleet_core.base.errors import MessageError
 from fleet_core.privacy import masks, shamir
 from fleet_core.privacy.masks import Array
-from fleet_core.privacy.secure_sum import Authorities, Session, check_keys, encoded, place, public, to_sign
+from fleet_core.privacy.secure_sum import Authorities, Session, check_keys, place, public, to_sign
 from fleet_core.privacy.shamir import SHARE_BYTES
 from fleet_core.protocol import certificates
 from fleet_core.protocol.certificates import PrivateKey
@@ -118,15 +118,15 @@ class Participant:
         shares[self.name] = self._own
         answer = Revealed(
             self.session.rules.session,
-            {name: encoded(text[:SHARE_BYTES]) for name, text in shares.items() if name in there},
-            {name: encoded(text[SHARE_BYTES:]) for name, text in shares.items() if name in gone},
+            {name: certificates.encoded(text[:SHARE_BYTES]) for name, text in shares.items() if name in there},
+            {name: certificates.encoded(text[SHARE_BYTES:]) for name, text in shares.items() if name in gone},
         )
         self._revealed = asked, answer
         return answer
 
     def _seal(self, to: SignedKeys, text: bytes) -> str:
         key = self.session.pair(self._box_key, to.box, "box", self.name, to.device)
-        return encoded(ChaCha20Poly1305(key).encrypt(NONCE, text, None))
+        return certificates.encoded(ChaCha20Poly1305(key).encrypt(NONCE, text, None))
 
     def _opened(self, sender: str, box: str) -> bytes:
         """Empty for a box that its sender did not seal: the others' shares must do."""

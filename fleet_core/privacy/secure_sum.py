@@ -18,7 +18,6 @@ Shamir's polynomial is the sha256 of its holder's name. A device's side is ``sec
 
 from __future__ import annotations
 
-import base64
 import datetime
 import hashlib
 import math
@@ -95,7 +94,3 @@ def place(name: str) -> int:
 
 def public(key: X25519PrivateKey) -> str:
     return key.public_key().public_bytes_raw().hex()
-
-
-def encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode()
