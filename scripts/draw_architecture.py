@@ -22,6 +22,7 @@ ROOMS: dict[str, Rows] = {
          ("devices", "enrol, revoke, flash, ask")],
         [("laboratory.plan", "experiment, samples, costs"), ("running", "aggregator process, demo")],
         [("rounds", "the round: open, receive, close"), ("integrations", "Prometheus, MLflow and others")],
+        [("membership", "who belongs, is asked, waited for")],
         [("broadcast", "manifest, models, programs")],
         [("identity", "certificates and tokens")],
         [("broker", "mosquitto, publishing"), ("reports", "report, tables, live view"),

@@ -33,9 +33,9 @@ from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.agent_costs import AgentCosts
 from export.first_model import first
 from fleet_core.base import config, storage
 from fleet_core.board.device_settings import settings_of
@@ -224,7 +224,7 @@ def agents_of(homes: list[Path], url: str, version: Version, login: dict[str, An
     agents = []
     for home in homes:
         settings, boot = settings_of(home), secrets.token_hex(8)
-        link = MqttLink(url, client_id=f"{settings.device.fleet}-{home.name}", will=Will(*will(settings, boot)),
+        link = MqttLink(url, client_id=f"{settings.device.fleet}-{home.name}", will=will(settings, boot),
                         protocol=version, **login)
         agents.append(Agent(settings, DeviceState(home), link, service_of(home, settings), AgentCosts(),
                             InlineTrainer(), boot=boot))
@@ -241,7 +241,7 @@ def fleet_run(url: str, version: Version, login: dict[str, Any]) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="mf-brokers-") as folder:
         fleet, homes = made(Path(folder), f"probe-{secrets.token_hex(4)}")
         name, lines = fleet.config.fleet.name, list[str]()
-        link = MqttLink(url, client_id=f"{name}-aggregator", will=Will(*server_will(name, "boot")), protocol=version,
+        link = MqttLink(url, client_id=f"{name}-aggregator", will=server_will(name, "boot"), protocol=version,
                         **login)
         with fleet.lock(), Ledger(fleet.ledger_path) as ledger, agents_of(homes, url, version, login) as agents:
             server = Coordinator(fleet, link, ledger, boot="boot", log=lines.append)

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from edge_agent.rounds.agent_costs import AgentCosts  # noqa: E402
+from edge_agent.device.agent_costs import AgentCosts  # noqa: E402
 from fleet_core.board.profile import Power  # noqa: E402
 from fleet_core.power.choose_meter import sensor_of  # noqa: E402
 from fleet_core.power.sampled_meter import Sampled, SampledCounter  # noqa: E402

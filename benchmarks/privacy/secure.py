@@ -26,7 +26,9 @@ from benchmarks import markdown
 from cloud_server.identity.certificate_authority import Authority
 from fleet_core.base import storage
 from fleet_core.privacy import masks
-from fleet_core.privacy.secure_sum import Collector, Identity, Participant, Session
+from fleet_core.privacy.secure_collector import Collector
+from fleet_core.privacy.secure_participant import Identity, Participant
+from fleet_core.privacy.secure_sum import Session
 from fleet_core.privacy.settings import PrivacySection
 from fleet_core.protocol import certificates, messages
 from fleet_core.protocol.device_messages import Down

@@ -18,7 +18,7 @@ from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import schema
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import Layout
-from fleet_core.privacy.secure_sum import Collector
+from fleet_core.privacy.secure_collector import Collector
 from fleet_core.protocol import cohort, messages, round_messages
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import (

@@ -14,7 +14,7 @@ from fleet_core.model import choose_codec
 from fleet_core.model.choose_codec import Choice
 from fleet_core.model.choose_frozen import Chosen
 from fleet_core.model.skipped_updates import is_note
-from fleet_core.privacy.secure_sum import Collector
+from fleet_core.privacy.secure_collector import Collector
 from fleet_core.protocol.round_messages import ModelRef, UploadManifest
 from fleet_core.robust.norm_bound import Measure
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleet_core import __version__
-from fleet_core.base.errors import LinkError
-from fleet_core.link.interface import Link
+from fleet_core.link.interface import Link, send
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down, ServerPresence
 
@@ -24,21 +23,14 @@ class ServerMessages:
     def announce(self, state: str) -> None:
         """Publishes the retained presence. state: on | off."""
         presence = ServerPresence(st=state, boot=self._boot, ver=__version__, packed=True)
-        self._send(topics.server(self._fleet), messages.encode(presence), retain=True, qos=1)
+        send(self._link, topics.server(self._fleet), messages.encode(presence), self._log, retain=True)
 
     def tell(self, device: str, message: Down) -> None:
         qos = 1 if message.t == "heard" else 0
-        self._send(topics.down(self._fleet, device), messages.encode(message), qos=qos)
+        send(self._link, topics.down(self._fleet, device), messages.encode(message), self._log, qos=qos)
 
     def attest(self, device: str, message: Down) -> None:
         """Sends a signed message: only on a signed message does a device commit or discard state, or end."""
         qos = 1 if message.t == "revoked" else 0
         data = messages.encode(message, packed=message.secure is not None)
-        self._send(topics.down(self._fleet, device), self._sign(data), qos=qos)
-
-    def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 0) -> None:
-        if self._link.connected:
-            try:
-                self._link.publish(topic, payload, retain=retain, qos=qos)
-            except LinkError as error:
-                self._log(f"not sent: {error}")
+        send(self._link, topics.down(self._fleet, device), self._sign(data), self._log, qos=qos)

@@ -22,11 +22,11 @@ from cloud_server.devices.devices import engine_of, listed_devices, pending_requ
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Joules, Volume
 from cloud_server.ledger.ledger_tables import Device, Round, Update
+from cloud_server.membership.quarantine import quarantined
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import phase_of
 from cloud_server.results import result, verdict
 from cloud_server.rounds.budget import resting, used_of
-from cloud_server.rounds.quarantine import quarantined
 from fleet_core.base import schema
 
 Values = dict[str, Any]

@@ -140,7 +140,7 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
     """A device with its certificate, pending request, unused token, and why it is not asked today or quarantined, as
     plain values without secrets."""
     from cloud_server.identity import fleet_certificates, token_enrolment
-    from cloud_server.rounds import quarantine
+    from cloud_server.membership import quarantine
     from cloud_server.rounds.budget import resting
 
     certificate = fleet_certificates.certificate_facts(ledger).get(device.name)

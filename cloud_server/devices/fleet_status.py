@@ -12,12 +12,13 @@ from cloud_server.devices import pause, roll_back, updates
 from cloud_server.identity import announce_keys, token_enrolment
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Round
+from cloud_server.membership import quarantine
 from cloud_server.records import key_files, signing_keys, update_record
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.terminal_view import LiveView, energy_lines, snapshot
 from cloud_server.results import result
 from cloud_server.results.result import Sums
-from cloud_server.rounds import privacy_budget, quarantine
+from cloud_server.rounds import privacy_budget
 from cloud_server.rounds.budget import ENDED, resting
 from fleet_core.base import terminal
 from fleet_core.base.errors import shortened

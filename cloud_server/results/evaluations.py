@@ -26,6 +26,11 @@ def record(ledger: Ledger, device: str, report: Report) -> None:
         ))
 
 
+def evaluated(ledger: Ledger, number: int) -> set[str]:
+    """The devices that have evaluated the model of round ``number``."""
+    return {row.device for row in ledger.rows(Evaluation, round=number)}
+
+
 def accuracies(ledger: Ledger, within: range) -> dict[int, dict[str, float]]:
     """Round -> accuracy of each device that trains, after personalization where it has one."""
     found: dict[int, dict[str, float]] = {}

@@ -14,10 +14,10 @@ from cloud_server.figures.formatting import bytes_text, count_text, phase_text
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Joules, Volume
 from cloud_server.ledger.ledger_tables import Evaluation, Round
+from cloud_server.membership.members import Members
 from cloud_server.records.fleet_settings import Amounts, BudgetSection
 from cloud_server.records.tariff import Tariff
 from cloud_server.results.verdict import MISSING_REPORTS
-from cloud_server.rounds.members import Members
 
 DAY_S = 86_400
 LOOK_S = 2.0

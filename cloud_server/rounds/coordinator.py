@@ -8,35 +8,30 @@ A write that fails is raised out of ``step`` as StateError and ends this coordin
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from cloud_server.broadcast.open_round import OpenRound
-from cloud_server.broadcast.program_waves import REQUEST as UPDATE
 from cloud_server.broker import requirements
 from cloud_server.ledger import disk_errors
-from cloud_server.ledger.ledger import Ledger, requested_at
-from cloud_server.ledger.ledger_tables import Invitation, Round
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Round
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.rounds.decide_roll_back import REQUEST
+from cloud_server.rounds.operator_requests import OperatorRequests
 from cloud_server.rounds.parts import assemble
 from cloud_server.rounds.received_messages import DeviceMessages
 from cloud_server.rounds.secure_round import RESTARTED
 from fleet_core.algorithms.interface import Update
 from fleet_core.base.errors import CodecError, FleetError, MessageError, StateError
-from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message
+from fleet_core.link.interface import Connected, Denied, Disconnected, Link, Message, Will
 from fleet_core.model import skipped_updates
 from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
 from fleet_core.robust.screening import Screened
 
-REQUESTS_S = 0.25
-GRACE_S = 3.0
 LOOK_S = 0.1  # between two looks over all devices
 
 
@@ -70,10 +65,10 @@ class Coordinator:
         )
         self._members, self._rounds, self._rule = self._parts.members, self._parts.rounds, self._parts.rule
         self.layout = self._parts.layout
-        self._device_messages = DeviceMessages(self._parts, read_requests=lambda: self._requests(now=True), log=log)
-        self._numbers, self._few, self._begun = "", 0, 0
-        self._connected_at = clock()
-        self._asked_at = self._looked_at = -math.inf
+        self._requests = OperatorRequests(self._parts, pause=self._pause, clock=clock, now=now)
+        self._device_messages = DeviceMessages(self._parts, self._requests, log)
+        self._begun = 0
+        self._looked_at = -math.inf
         self._idle: int | None = None
         self._taken_up = False  # the open round is from before a restart, and its devices are not back yet
         self.broker_said = ""
@@ -100,7 +95,7 @@ class Coordinator:
                 case Denied(topic, reason):
                     self._log(f"broker: {topic} denied: {reason}")
                     self._parts.left.denied(topic)
-        self._requests()
+        self._requests.tick()
         if self._parts.keys.tick():
             self._parts.manifests.again()
             self._parts.programs.again()
@@ -118,7 +113,7 @@ class Coordinator:
         if self.open is not None and (self.open.answered or self._time_to_look()):
             self._close_if_due(self.open)
             if self._rounds.open is None:
-                self._requests(now=True)  # handle requests made during the round before the next one opens
+                self._requests.read()  # those made during the round, before the next one opens
         if self.open is None and self._time_to_look():
             before = self._rounds.interrupted(self.checkpoint.round + 1)
             if before is None:
@@ -190,7 +185,7 @@ class Coordinator:
     def _on_connected(self, limit_bytes: int | None) -> None:
         self.broker_said = ""
         requirements.check_packets(self.fleet, limit_bytes)
-        self._connected_at = self._clock()
+        self._parts.readiness.connected()
         self.link.subscribe(*topics.from_devices(self.name), as_published=True)
         self._parts.left.connected()
         self._parts.messages.announce("on")
@@ -198,45 +193,10 @@ class Coordinator:
         self._parts.programs.reconnected()
         self._parts.keys.reconnected()
 
-    def _requests(self, *, now: bool = False) -> None:
-        """Carries out requests that commands have written to the ledger."""
-        if self._clock() - self._asked_at < REQUESTS_S and not now:
-            return
-        self._asked_at = self._clock()
-        for key, value in sorted(self.ledger.requests().items(), key=lambda item: requested_at(item[1])):
-            what, _, name = key.partition("/")
-            if key == "paused":
-                self.paused, self._idle = value == "yes", None
-                self.ledger.set_facts(paused=value)
-            elif what == "enroll":
-                self._members.enroll(name, self.checkpoint.round)
-            elif what == "invite":
-                self._parts.enrolments.invite(Invitation(**json.loads(value)))
-            elif what == "revoke":
-                disk_errors.with_reserve(
-                    self.fleet.folder, partial(self._revoke, name, requested_at(value) or self._now())
-                )
-            elif what == "quarantine":
-                self._parts.quarantine.quarantine(name, "an operator asked for it")
-            elif what == "release":
-                self._parts.quarantine.release(name, self.checkpoint.round)
-            elif key == UPDATE:
-                self._parts.programs.request(value)
-            elif key == REQUEST:
-                self._parts.roll_backs.request(value)
-                continue
-            else:
-                continue
-            self.ledger.remove_request(key, value)
-
-    def _revoke(self, name: str, asked_at: float) -> None:
-        """Takes effect at once, so that a round does not wait for the device; the next round resets the duals."""
-        self._members.revoke(name)
-        if self._members.revoked(name):
-            self._device_messages.tell_revoked(name, self._members.boot(name))  # before the broker denies it everything
-        self._parts.left.forget(name)
-        self._parts.enrolments.revoke(name, asked_at)
-        self._parts.receiver.drop(name)
+    def _pause(self, value: str) -> None:
+        """value: yes | no."""
+        self.paused, self._idle = value == "yes", None
+        self.ledger.set_facts(paused=value)
 
     # Open a round -----------------------------------------------------------------------------------------------------
 
@@ -246,9 +206,7 @@ class Coordinator:
         number = self.checkpoint.round + 1
         if before is None and self._parts.budget.over(self.checkpoint.round):
             return self._end_early()
-        if before is None and not self._enough_there():
-            return self._say_few(number)
-        if number == 1 and before is None and not self._parts.first_wait.over():
+        if before is None and not self._parts.readiness.may_open(number):
             return
         state = self._rule.opening(before)
         sent = self.method.server.broadcast(state)
@@ -272,7 +230,7 @@ class Coordinator:
             with self.ledger.transaction():
                 self._rounds.begin(opened, len(self._members.members()))
                 self._parts.privacy.note(opened)
-            self._say_numbers(number)
+            self._parts.readiness.say_numbers(number)
         self._parts.codecs.begin(opened)
         self._parts.arrays.begin(opened)
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
@@ -286,32 +244,6 @@ class Coordinator:
         """Serves the last model of a run that has spent its budget. A run that reached its target serves it already."""
         if self._parts.budget.spent and self.checkpoint.round > self.served_round:
             self._parts.served.serve(self.checkpoint, last=True)
-
-    def _say_numbers(self, number: int) -> None:
-        """Logs how many devices are on, if the number has changed since the last round."""
-        numbers = self._members.numbers()
-        if numbers != self._numbers:
-            self._numbers = numbers
-            self._log(f"round {number} begins: {numbers}")
-
-    def _say_few(self, number: int) -> None:
-        """Logs once per round for how many devices it waits."""
-        least = self.config.fleet.min_devices
-        if self._few != number and self._late() and len(self._members.ready()) < least:
-            self._few = number
-            wanted = "a device is" if least == 1 else f"{least} devices are"
-            self._log(f"round {number} begins when {wanted} on and can train (min_devices in fleet.toml): "
-                      f"{self._members.numbers()}")
-
-    def _late(self) -> bool:
-        """Whether devices that were on before this aggregator connected have had time to announce themselves."""
-        return self._clock() - self._connected_at > GRACE_S
-
-    def _enough_there(self) -> bool:
-        """Whether enough devices are on to begin, and those that were on before this aggregator started have announced
-        themselves or had time to."""
-        there = len(self._members.askable()) >= self.config.fleet.min_devices
-        return there and (self._late() or not self._members.awaited())
 
     # Close a round ----------------------------------------------------------------------------------------------------
 
@@ -340,7 +272,7 @@ class Coordinator:
     def _all_gone(self, names: list[str]) -> bool:
         """Whether no update of these devices is expected any more. A round that was opened again after a restart first
         waits until enough devices are on, as a new round does."""
-        self._taken_up = self._taken_up and not self._enough_there()
+        self._taken_up = self._taken_up and not self._parts.readiness.enough
         return not self._taken_up and not any(map(self._members.expected, names))
 
     def _abandon(self, opened: OpenRound) -> None:
@@ -369,14 +301,7 @@ class Coordinator:
         """Closes a round without using its updates; every device discards its own."""
         checkpoint = self._rule.closing_without(opened)
         opened.received.clear()
-        self._parts.checkpoints.save(checkpoint)
-        with self.ledger.transaction():
-            self._parts.privacy.note(opened)
-            self._rounds.close(opened, len(self._members.members()), uncounted=reason)
-            self._parts.codecs.close(opened, checkpoint.state)
-            self._parts.arrays.close(opened, checkpoint.state)
-        self._log(f"round {opened.number}: {reason}")
-        self._end(opened, checkpoint, Screened(()))
+        self._end(opened, checkpoint, Screened(()), len(self._members.members()), uncounted=reason)
 
     def _close(self, opened: OpenRound) -> None:
         members = max(len(self._members.members()), len(opened.received))
@@ -385,15 +310,7 @@ class Coordinator:
             checkpoint, screened = self._rule.closing(opened, updates, members)
         except (StateError, CodecError) as error:
             return self._take_up_again(error)
-        self._parts.checkpoints.save(checkpoint)  # before the ledger: a crash in between leaves the round open
-        with self.ledger.transaction():
-            self._parts.receiver.record(opened, screened)
-            self._parts.privacy.note(opened)
-            self._members.took_part(opened.received, opened.model.model)
-            self._rounds.close(opened, members)
-            self._parts.codecs.close(opened, checkpoint.state)
-            self._parts.arrays.close(opened, checkpoint.state)
-        self._end(opened, checkpoint, screened)
+        self._end(opened, checkpoint, screened, members)
 
     def _updates(self, opened: OpenRound) -> Iterable[Update]:
         """The round's updates before screening. Raises MessageError or StateError if a secure sum cannot be computed.
@@ -402,8 +319,20 @@ class Coordinator:
             return self._parts.secure.updates(opened)
         return self._parts.spool.updates(opened.number, opened.received)
 
-    def _end(self, opened: OpenRound, checkpoint: Checkpoint, screened: Screened) -> None:
-        """Goes on after the round was closed on the disk."""
+    def _end(
+        self, opened: OpenRound, checkpoint: Checkpoint, screened: Screened, members: int, *, uncounted: str = ""
+    ) -> None:
+        """Closes the round on the disk, then goes on. uncounted: why its updates are not used, or empty."""
+        self._parts.checkpoints.save(checkpoint)  # before the ledger: a crash in between leaves the round open
+        with self.ledger.transaction():
+            self._parts.receiver.record(opened, screened)
+            self._parts.privacy.note(opened)
+            self._members.took_part(opened.received, opened.model.model)
+            self._rounds.close(opened, members, uncounted=uncounted)
+            self._parts.codecs.close(opened, checkpoint.state)
+            self._parts.arrays.close(opened, checkpoint.state)
+        if uncounted:
+            self._log(f"round {opened.number}: {uncounted}")
         self._rule.checkpoint, self._rounds.open = checkpoint, None
         self._looked_at = -math.inf
         self._rounds.say_stalled("")
@@ -413,6 +342,6 @@ class Coordinator:
         self._parts.served.serve_if_due(checkpoint)
 
 
-def will(fleet: str, boot: str) -> tuple[str, bytes]:
-    """Topic and payload of the aggregator's last will."""
-    return topics.server(fleet), messages.encode(ServerPresence(st="off", boot=boot))
+def will(fleet: str, boot: str) -> Will:
+    """The aggregator's last will."""
+    return Will(topics.server(fleet), messages.encode(ServerPresence(st="off", boot=boot)))

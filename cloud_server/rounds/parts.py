@@ -22,22 +22,24 @@ from cloud_server.identity.renewals import Renewals
 from cloud_server.identity.token_enrolment import Enrolments, open_tokens
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.reported_costs import ReportedCosts
+from cloud_server.membership import quarantine
+from cloud_server.membership.inability import inability
+from cloud_server.membership.members import Members
+from cloud_server.membership.quarantine import Quarantine
+from cloud_server.membership.training_states import TrainingStates
+from cloud_server.membership.waiting import Places, Readiness, Waiting
 from cloud_server.records import training_graph
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.spool import Spool
 from cloud_server.results.verdict import WarningLog
-from cloud_server.rounds import quarantine
 from cloud_server.rounds.budget import Budget
 from cloud_server.rounds.decide_roll_back import RollBacks
 from cloud_server.rounds.keep_rounds import KeepRounds
-from cloud_server.rounds.members import Members, inability
 from cloud_server.rounds.privacy_budget import PrivacyBudget
-from cloud_server.rounds.quarantine import Quarantine
 from cloud_server.rounds.secure_round import SecureRounds
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.update_receiver import UpdateReceiver
-from cloud_server.rounds.waiting import FirstWait, Places, Waiting
 from fleet_core.link.interface import Link
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, Layout
@@ -71,7 +73,7 @@ class Parts:
     tell: Callable[[str, Down], None]
     receiver: UpdateReceiver
     waiting: Waiting
-    first_wait: FirstWait
+    readiness: Readiness
     places: Places
     enrolments: Enrolments
     renewals: Renewals
@@ -109,6 +111,7 @@ def assemble(
         ledger, everyone=settings.enrolment == "open", quarantined=quarantine.quarantined(ledger), cannot=cannot,
         audit=audit, clock=clock, now=now, log=log,
     )
+    states = TrainingStates(ledger, members, log)
     rule = RuleState(fleet, layout, ledger, checkpoints, members, log=log)
     rounds = Rounds(ledger, method, now)
     codecs, arrays = RoundCodecs(fleet, ledger), RoundArrays(fleet, layout, ledger)
@@ -126,8 +129,8 @@ def assemble(
         fleet, wire, ledger, spool, rounds, messages.attest, expected=members.expected, clock=clock, now=now,
     )
     receiver = UpdateReceiver(
-        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, codecs, secure, tell, audit=audit, clock=clock,
-        now=now, log=log,
+        fleet, wire, layout.hash, ledger, spool, rounds, rule, members, states, codecs, secure, tell, audit=audit,
+        clock=clock, now=now, log=log,
     )
     publisher = Publisher(settings.name, link, fleet.folder / "state" / "published.json", clock=clock, log=log)
     models = ModelsDown(fleet, wire, publisher)
@@ -142,12 +145,14 @@ def assemble(
         fleet.config.budget, fleet.tariff, ledger, members, clock=clock, now=now, log=log, private=lambda: privacy.over,
     )
     return Parts(
-        fleet=fleet, ledger=ledger, layout=layout, members=members, rule=rule, rounds=rounds, checkpoints=checkpoints,
-        spool=spool, costs=ReportedCosts(ledger), codecs=codecs, arrays=arrays, publisher=publisher, models=models,
+        fleet=fleet, ledger=ledger, layout=layout, members=members, rule=rule, rounds=rounds,
+        checkpoints=checkpoints, spool=spool, costs=ReportedCosts(ledger), codecs=codecs, arrays=arrays,
+        publisher=publisher, models=models,
         programs=ProgramWaves(fleet, link, ledger, audit, sign=keys.sign, clock=clock, now=now, log=log),
         served=served, manifests=manifests, messages=messages, tell=tell, receiver=receiver, waiting=waiting,
-        first_wait=FirstWait(
-            members, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock, log=log
+        readiness=Readiness(
+            members, settings.min_devices, settings.first_wait_s, invited=lambda: open_tokens(ledger), clock=clock,
+            log=log,
         ),
         quarantine=Quarantine(
             ledger, members, automatic=fleet.config.robust.quarantine, withdraw=receiver.withdraw, audit=audit, log=log

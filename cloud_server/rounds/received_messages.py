@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.results import evaluations
+from cloud_server.rounds.operator_requests import OperatorRequests
 from cloud_server.rounds.parts import Parts
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages, topics
@@ -17,15 +18,12 @@ MAX_OFFER_BYTES = 1 << 26
 
 
 class DeviceMessages:
-    """Hands each message to the part that handles it.
+    """Hands each message to the part that handles it. Requests of commands are read at once where a device may connect
+    right after the command that admits it."""
 
-    read_requests(): reads the requests of commands at once, because a device may connect right after the command that
-    admits it.
-    """
-
-    def __init__(self, parts: Parts, *, read_requests: Callable[[], None], log: Callable[[str], None]):
+    def __init__(self, parts: Parts, requests: OperatorRequests, log: Callable[[str], None]):
         self._parts, self._members, self._rule = parts, parts.members, parts.rule
-        self._read_requests, self._log = read_requests, log
+        self._requests, self._log = requests, log
         self._ledger, self._fleet = parts.ledger, parts.fleet.config.fleet.name
 
     def on_message(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
@@ -36,7 +34,7 @@ class DeviceMessages:
         if address is None or not payload:
             return
         if address.kind == "en":
-            self._read_requests()
+            self._requests.read()
             return self._parts.enrolments.on_request(address.key, payload)
         if not address.device:
             self._parts.programs.publisher.heard(topic, payload)
@@ -47,7 +45,7 @@ class DeviceMessages:
         if address.kind == "st":
             return self._on_presence(name, messages.decode(Presence, payload))
         if self._members.revoked(name):
-            self.tell_revoked(name, self._members.boot(name))
+            self._requests.tell_revoked(name, self._members.boot(name))
         if not self._members.enrolled(name):
             raise MessageError("is not enrolled", where=name, hint="see 'metafleet devices enroll'")
         self._members.heard(name)
@@ -70,13 +68,13 @@ class DeviceMessages:
 
     def _on_presence(self, name: str, presence: Presence) -> None:
         if self._members.revoked(name):
-            self._read_requests()
+            self._requests.read()
         self._members.on_presence(name, presence, self._closed)
         self._parts.manifests.unpack()
         if presence.st == "off":
             self._parts.receiver.drop(name)
         elif self._members.revoked(name):
-            self.tell_revoked(name, presence.boot)
+            self._requests.tell_revoked(name, presence.boot)
         elif not presence.beat:
             self._parts.tell(name, Down("heard", self._closed, boot=presence.boot))
 
@@ -101,14 +99,6 @@ class DeviceMessages:
             self._parts.budget.evaluated(report.evaluated_round)
         if report.alone is not None and report.evaluated_round is not None:
             self._parts.warnings.reported(device, report.evaluated_round, self._members.ready())
-
-    def tell_revoked(self, device: str, boot: str) -> None:
-        """Tells a device that it is revoked. The message is signed, so that nobody else can send it, and names the
-        device's present start, so that it does not apply to a later one."""
-        at = self._members.revoked_at(device)
-        self._parts.messages.attest(
-            device, Down("revoked", self._closed, device=device, boot=boot, seq=self._parts.manifests.seq, at=at)
-        )
 
     @property
     def _closed(self) -> int:

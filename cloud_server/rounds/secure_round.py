@@ -26,7 +26,8 @@ from fleet_core.codecs import vector
 from fleet_core.model.layout import Layout
 from fleet_core.privacy import masks
 from fleet_core.privacy.masks import Array
-from fleet_core.privacy.secure_sum import Collector, Session
+from fleet_core.privacy.secure_collector import Collector
+from fleet_core.privacy.secure_sum import Session
 from fleet_core.protocol import certificates, messages
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.secure_messages import (

@@ -9,9 +9,9 @@ from dataclasses import replace
 from cloud_server.broadcast.open_round import OpenRound
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round
+from cloud_server.membership.members import Members
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.rounds.members import Members
 from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees

@@ -11,9 +11,10 @@ from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round, Update
+from cloud_server.membership.members import Members
+from cloud_server.membership.training_states import TrainingStates
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.spool import Spool
-from cloud_server.rounds.members import Members
 from cloud_server.rounds.secure_round import MASKED, SecureRounds
 from cloud_server.rounds.server_rule import RuleState
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
@@ -45,13 +46,14 @@ class UpdateReceiver:
 
     def __init__(
         self, fleet: Fleet, layout: Layout, layout_hash: str, ledger: Ledger, spool: Spool, rounds: Rounds,
-        rule: RuleState, members: Members, codecs: RoundCodecs, secure: SecureRounds,
+        rule: RuleState, members: Members, states: TrainingStates, codecs: RoundCodecs, secure: SecureRounds,
         tell: Callable[[str, Down], None], *, audit: Recorder, clock: Callable[[], float], now: Callable[[], float],
         log: Callable[[str], None],
     ):
         self._screening, self._method, self._layout = fleet.screening, fleet.method, layout
         self._layout_hash, self._codecs, self._privacy = layout_hash, codecs, str(privacy_rules(fleet.config) or "")
-        self._ledger, self._spool, self._rounds, self._rule, self._members = ledger, spool, rounds, rule, members
+        self._ledger, self._spool, self._rounds, self._rule = ledger, spool, rounds, rule
+        self._members, self._states = members, states
         self._secure, self._tell, self._audit, self._now, self._log = secure, tell, audit, now, log
         self.max_upload_bytes = max(
             *(payloads.max_bytes(codec, layout, fleet.method.shared) for codec in codecs.accepted()),
@@ -162,7 +164,7 @@ class UpdateReceiver:
             measure = self._verify(opened, device, manifest, data)
         except FleetError as error:
             return self._refuse(device, number, manifest, str(error))
-        self._members.on_update(device, manifest.after, *self._rule.history())
+        self._states.check(device, manifest.after, *self._rule.history())
         self._spool.put(number, device, manifest, data)
         opened.receive(device, manifest, measure)
         self._say_cut(device, manifest)
@@ -211,7 +213,7 @@ class UpdateReceiver:
         wrong += [f"{name} {value:g}, expected at most {most:g}" for name, (value, most) in claims.items()
                   if not abs(value) <= most]
         if type(self._method.server).left is not ServerRule.left:  # then a lost state resets the duals of all devices
-            wrong += filter(None, [self._members.refusal(device, manifest.after, *self._rule.history())])
+            wrong += filter(None, [self._states.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)
 
     def _verify(self, opened: OpenRound, device: str, manifest: UploadManifest, data: bytes) -> Measure:

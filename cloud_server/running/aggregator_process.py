@@ -32,7 +32,6 @@ from fleet_core.base.processes import typed
 from fleet_core.board import allocator
 from fleet_core.link.await_broker import await_broker
 from fleet_core.link.host_names import is_loopback
-from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink, check_plain, parse_url
 from fleet_core.protocol import topics
 
@@ -189,10 +188,9 @@ def _coordinator(
     broker_anew: Callable[[], None],
 ) -> Coordinator:
     boot = secrets.token_hex(8)
-    topic, payload = will(fleet.config.fleet.name, boot)
     link = MqttLink(
-        url, client_id=f"{fleet.config.fleet.name}-aggregator", will=Will(topic, payload), max_queued=MAX_QUEUED,
-        **fleet_certificates.as_aggregator(fleet, url),
+        url, client_id=f"{fleet.config.fleet.name}-aggregator", will=will(fleet.config.fleet.name, boot),
+        max_queued=MAX_QUEUED, **fleet_certificates.as_aggregator(fleet, url),
     )
 
     def authority_changed() -> None:

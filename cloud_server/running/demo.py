@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.records import training_graph
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, closing_table, snapshot
 from cloud_server.results import result
+from cloud_server.results.evaluations import evaluated
 from cloud_server.running import aggregator_process
 from cloud_server.running.child_processes import MAX_EXITS, ChildProcesses, console_beside
 from cloud_server.running.demo_setup import Options, demo_fleet_toml, run_folder, write_devices
@@ -97,8 +97,8 @@ def _train_and_evaluate(
                 children.start(home.name, "edge_agent.commands.cli", "run", "--home", str(home))
             names = {home.name for home in (*training, *joining)}
             until = time.monotonic() + EVALUATE_S
-            _watch(ledger, view, children, server, stopped, lambda: _evaluated(ledger, options.rounds) >= names, until)
-        missing = sorted(names - _evaluated(ledger, options.rounds))
+            _watch(ledger, view, children, server, stopped, lambda: evaluated(ledger, options.rounds) >= names, until)
+        missing = sorted(names - evaluated(ledger, options.rounds))
         if missing:
             processes.say(f"not evaluated: {', '.join(missing)}; see {folder / 'logs'}")
 
@@ -146,10 +146,6 @@ def _watch(
         view.update(snapshot(ledger, view.told))
         time.sleep(VIEW_S)
     view.update(snapshot(ledger, view.told))
-
-
-def _evaluated(ledger: Ledger, round_number: int) -> set[str]:
-    return {row.device for row in ledger.rows(Evaluation, round=round_number)}
 
 
 def _baseline(folder: Path, stopped: Callable[[], bool]) -> dict[str, dict[str, Any]] | None:

@@ -10,21 +10,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Evaluation
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.results.evaluations import evaluated
 from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
 from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Inline
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.base.errors import RoundError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
-from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 
 IDLE_STEP_S = 0.05
@@ -53,13 +52,12 @@ def run(
     broker, clock = LoopbackBroker(max_queued_messages=100_000), Clock()
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
         boot = secrets.token_hex(8)
-        topic, payload = server_will(fleet.config.fleet.name, boot)
-        link = LoopbackLink(broker, "aggregator", Will(topic, payload), max_queued=100_000)
+        link = LoopbackLink(broker, "aggregator", server_will(fleet.config.fleet.name, boot), max_queued=100_000)
         server = Coordinator(fleet, link, ledger, boot=boot, clock=clock, log=log)
         agents = [_agent(broker, home, settings, clock, log) for home, settings in devices.values()]
         link.open()
         reported, idle_since = server.checkpoint.round, clock.seconds
-        while not stopped() and not (server.finished and _evaluated(ledger, server.served_round) >= devices.keys()):
+        while not stopped() and not (server.finished and evaluated(ledger, server.served_round) >= devices.keys()):
             busy = server.step(0) | any([agent.step(0) for agent in agents])
             if busy:
                 idle_since = clock.seconds
@@ -68,7 +66,7 @@ def run(
             if server.stalled:
                 raise RoundError(server.stalled)
             if clock.seconds - idle_since > GIVE_UP_S:
-                missing = sorted(devices.keys() - _evaluated(ledger, server.checkpoint.round))
+                missing = sorted(devices.keys() - evaluated(ledger, server.checkpoint.round))
                 raise RoundError(f"round {server.checkpoint.round + 1} does not end", where=", ".join(missing))
             if progress is not None and server.checkpoint.round != reported:
                 reported = server.checkpoint.round
@@ -78,16 +76,11 @@ def run(
         server.close()
 
 
-def _evaluated(ledger: Ledger, round_number: int) -> set[str]:
-    return {row.device for row in ledger.rows(Evaluation, round=round_number)}
-
-
 def _agent(
     broker: LoopbackBroker, home: Path, settings: Settings, clock: Clock, log: Callable[[str], None]
 ) -> Agent:
     boot, onnx = secrets.token_hex(8), settings.train.engine == "onnx"
-    topic, payload = will(settings, boot)
-    link = LoopbackLink(broker, settings.device.name, Will(topic, payload), max_queued=100_000)
+    link = LoopbackLink(broker, settings.device.name, will(settings, boot), max_queued=100_000)
     agent = Agent(
         settings,
         DeviceState(home),

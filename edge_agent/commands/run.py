@@ -16,6 +16,7 @@ from edge_agent.commands.watchdog import Watchdog
 from edge_agent.compute.worker import ByEngine, Jobs, Threaded, Trainer, TrainerProcess
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.process_usage import own_usage
 from edge_agent.device.state import DeviceState
 from edge_agent.device.this_board import (
@@ -32,7 +33,6 @@ from edge_agent.device.version import running
 from edge_agent.inference.service import Service
 from edge_agent.inference.service import service_of as service_of
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.updates import update_folder
 from edge_agent.updates.program_updates import ProgramUpdates
 from fleet_core.base import processes
@@ -41,7 +41,6 @@ from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.board.limits import Limits
 from fleet_core.link.await_broker import await_broker
-from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.power.choose_meter import choose_meter
 from fleet_core.power.meter import Meter
@@ -87,10 +86,9 @@ def run(
 
 
 def _link(home: Path, settings: Settings, boot: str, *, plain: bool) -> MqttLink:
-    topic, payload = will(settings, boot)
     device = settings.device
     return MqttLink(
-        device.broker, client_id=f"{device.fleet}-{device.name}", will=Will(topic, payload),
+        device.broker, client_id=f"{device.fleet}-{device.name}", will=will(settings, boot),
         **tls_files(home, settings, plain=plain),
     )
 

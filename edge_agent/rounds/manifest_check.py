@@ -29,9 +29,9 @@ class ManifestCheck:
         """The later of this device's clock and the latest signed time."""
         return max(self._now_ms(), self._signed_ms)
 
-    def accept(self, payload: bytes) -> bool:
-        """Takes the manifest; False for the one that is held already, which a broker sends again after a reconnect.
-        Raises MessageError for one that is refused."""
+    def accept(self, payload: bytes) -> Manifest | None:
+        """Takes and returns the manifest; None for the one that is held already, which a broker sends again after a
+        reconnect. Raises MessageError for one that is refused."""
         self.keys.keep(payload)
         manifest = messages.decode(Manifest, self.keys.ring.verify(payload), limit=1 << 24)
         if manifest.fleet != self._fleet:
@@ -39,7 +39,7 @@ class ManifestCheck:
         if manifest.v != messages.PROTOCOL:
             raise MessageError(f"protocol {manifest.v}", expected=str(messages.PROTOCOL), hint="update this agent")
         if self.manifest is not None and manifest.seq == self.manifest.seq:
-            return False
+            return None
         if manifest.seq < self.seq:
             raise MessageError(f"a round with the old sequence number {manifest.seq}", expected=f"above {self.seq}")
         if manifest.exp < self.time_ms:
@@ -47,4 +47,4 @@ class ManifestCheck:
         self._signed_ms = max(self._signed_ms, manifest.seq)
         self._state.set_clock(manifest.seq, self._signed_ms)
         self.seq, self.manifest = manifest.seq, manifest
-        return True
+        return manifest

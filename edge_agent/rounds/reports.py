@@ -9,15 +9,14 @@ from typing import Any
 from edge_agent.connection.blob_download import MISSING
 from edge_agent.connection.broker_login import has_certificate
 from edge_agent.connection.update_upload import UNANSWERED
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.version import running
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.backoff import Backoff
-from fleet_core.base.errors import LinkError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.limits import Limits
 from fleet_core.codecs.kinds.registry import CODECS
-from fleet_core.link.interface import Link
+from fleet_core.link.interface import Link, send
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import MAX_BOARD, Answer, Presence, Report, UpdateState
 
@@ -177,12 +176,7 @@ class Reporter:
         self._send(topics.presence(self._fleet, self._name), messages.encode(beat), qos=0)
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
-        """A message that is lost because the link is down or full is repeated by the protocol."""
-        if self._link.connected:
-            try:
-                self._link.publish(topic, payload, retain=retain, qos=qos)
-            except LinkError as error:
-                self._log(f"not sent: {error}")
+        send(self._link, topic, payload, self._log, retain=retain, qos=qos)
 
 
 def _ram_mib() -> int:

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from edge_agent.connection.broker_login import has_certificate
 from edge_agent.device.state import DeviceState, Pending
 from fleet_core.base.backoff import Backoff
-from fleet_core.base.errors import LinkError, MessageError, StateError
+from fleet_core.base.errors import MessageError, StateError
 from fleet_core.board.device_settings import Settings
-from fleet_core.link.interface import Link
+from fleet_core.link.interface import Link, send
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest
 from fleet_core.protocol.secure_messages import KEYS, REVEALED, SHARES, SecureStep, SignedKeys
 
 if TYPE_CHECKING:
-    from fleet_core.privacy.secure_sum import Identity, Participant
+    from fleet_core.privacy.secure_participant import Identity, Participant
 
 MASKED = "masked"
 SILENCE_S, MOST_SILENCE_S = 2.0, 60.0
@@ -56,7 +56,9 @@ class SecureUpdates:
     def join(self, manifest: Manifest, pending: Pending) -> None:
         """Sends the keys of a session, which are made once. Raises MessageError where this device must not take part.
         """
-        from fleet_core.privacy.secure_sum import Participant, Session  # memory that other fleets' devices save
+        # Imported here to save memory on devices of other fleets.
+        from fleet_core.privacy.secure_participant import Participant
+        from fleet_core.privacy.secure_sum import Session
         from fleet_core.protocol import certificates
 
         rules = manifest.up.secure
@@ -110,7 +112,7 @@ class SecureUpdates:
 
     def _identity(self) -> Identity:
         """Read anew, because a certificate is renewed."""
-        from fleet_core.privacy.secure_sum import Identity
+        from fleet_core.privacy.secure_participant import Identity
         from fleet_core.protocol import certificates
 
         tls, folder = self._settings.tls, self._home.folder
@@ -129,8 +131,4 @@ class SecureUpdates:
 
     def _send(self, number: int, part: str, message: object) -> None:
         """What is lost is asked for again."""
-        if self._link.connected:
-            try:
-                self._link.publish(topics.upload(self._fleet, self._name, number, part), messages.encode(message))
-            except LinkError as error:
-                self._log(f"not sent: {error}")
+        send(self._link, topics.upload(self._fleet, self._name, number, part), messages.encode(message), self._log)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from edge_agent.compute.worker import Done, Job, Trainer
 from edge_agent.connection.blob_download import Fetcher
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.local_samples import few_labels
 from edge_agent.device.manifest_method import hyper_of, method_of
 from edge_agent.device.slots import RolledBack
@@ -13,7 +14,6 @@ from edge_agent.device.state import Weights
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.service import Service
 from edge_agent.inference.stored_models import NO_TRAINER, Answering
-from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import Reporter
 from edge_agent.rounds.train_job import TrainJobs

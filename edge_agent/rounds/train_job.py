@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from edge_agent.compute.worker import Done, Job, Trainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState, state_key
 from edge_agent.inference.service import Service
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import RoundError, StateError
 from fleet_core.board.device_settings import Settings

@@ -7,7 +7,7 @@ every reconnect, so retained messages arrive again after every ``Connected``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,6 +98,17 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Sends what is queued, within a bounded time, and disconnects; the broker does not publish the will."""
+
+
+def send(
+    link: Link, topic: str, payload: bytes, log: Callable[[str], None], *, retain: bool = False, qos: int = 1
+) -> None:
+    """Publishes what the protocol repeats if it is lost: nothing while offline, and an error is only logged."""
+    if link.connected:
+        try:
+            link.publish(topic, payload, retain=retain, qos=qos)
+        except LinkError as error:
+            log(f"not sent: {error}")
 
 
 def matches(pattern: str, topic: str) -> bool:

@@ -25,9 +25,9 @@ from edge_agent.compute import adapter
 from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.trainer import InlineTrainer
 from edge_agent.compute.worker import Done, Inline, Job, Trainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent, will
-from edge_agent.rounds.agent_costs import AgentCosts
 from export.first_model import first
 from fleet_core.base import trees
 from fleet_core.base.errors import RevokedError
@@ -35,7 +35,6 @@ from fleet_core.base.trees import Params
 from fleet_core.board.device_settings import Data, Demands, Identity, Settings, Tls, Training
 from fleet_core.board.limits import Limits
 from fleet_core.data.samples import Samples, save
-from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.model.layout import Backbone, InputSpec, Layout
 from fleet_core.model.train_graph import pack
@@ -131,8 +130,7 @@ class World:
         """Start or restart the aggregator on the same folder."""
         self.lives += 1
         boot = f"server{self.lives}"
-        topic, payload = server_will(self.name, boot)
-        link = LoopbackLink(self.broker, boot, Will(topic, payload))
+        link = LoopbackLink(self.broker, boot, server_will(self.name, boot))
         self.server = Coordinator(
             Fleet.load(self.fleet.folder), link, Ledger(self.fleet.ledger_path), boot=boot,
             clock=self.clock, now=self.clock.wall, log=self.lines.append,
@@ -156,8 +154,7 @@ class World:
         settings = Settings(Identity(name, self.name, self.fleet.public_key()), Data(**data), Training(train), tls=tls,
                             privacy=demands)
         boot = f"{name}{self.lives}"
-        topic, payload = will(settings, boot)
-        link = LoopbackLink(self.broker, boot, Will(topic, payload))
+        link = LoopbackLink(self.broker, boot, will(settings, boot))
         trainer = ReplaceableTrainer(engine) if torch_is_there else None
         limits = Limits(True, engines=(engine,)) if limits is None and engine != "torch" else limits
         agent = Agent(

@@ -14,7 +14,9 @@ import numpy as np
 from cloud_server.identity.certificate_authority import Authority
 from fleet_core.privacy import masks
 from fleet_core.privacy.masks import Array
-from fleet_core.privacy.secure_sum import Collector, Identity, Participant, Session
+from fleet_core.privacy.secure_collector import Collector
+from fleet_core.privacy.secure_participant import Identity, Participant
+from fleet_core.privacy.secure_sum import Session
 from fleet_core.protocol import certificates, messages
 from fleet_core.protocol.secure_messages import SecureRules, SecureStep
 

@@ -14,10 +14,10 @@ from cloud_server.rounds.coordinator import Coordinator
 from cloud_server.rounds.coordinator import will as server_will
 from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent
 from edge_agent.rounds.agent import will as agent_will
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.board.device_settings import settings_of
 from fleet_core.link.interface import Will
 from fleet_core.link.mqtt import MqttLink
@@ -42,18 +42,16 @@ class SteppedFleet:
         self.links: list[MqttLink] = []
 
     def start_server(self, url: str = "") -> None:
-        topic, payload = server_will(FLEET, "server")
-        self.server = Coordinator(self.fleet, self._link("aggregator", Will(topic, payload), url), self.ledger,
+        self.server = Coordinator(self.fleet, self._link("aggregator", server_will(FLEET, "server"), url), self.ledger,
                                   boot="server", log=self.lines.append)
         self.server.link.open()
 
     def start_agent(self, name: str, url: str = "") -> Agent:
         home, settings = DeviceState(self.folder / name), settings_of(self.folder / name)
-        topic, payload = agent_will(settings, f"boot-{name}")
         agent = Agent(
             settings,
             home,
-            self._link(name, Will(topic, payload), url),
+            self._link(name, agent_will(settings, f"boot-{name}"), url),
             service_of(home.folder, settings),
             AgentCosts(),
             InlineTrainer(),

@@ -299,7 +299,7 @@ def test_after_a_checkpoint_of_the_version_before_the_chain_begins_anew(fleet: A
 
 def of_the_version_before(agent: Any) -> None:
     """The agent knows no chain and does not say that it does."""
-    send, models = agent._reporter._send, agent._models
+    send, models = agent._reporter._send, agent._tasks.models
 
     def without(topic: str, payload: bytes, **more: Any) -> None:
         content = json.loads(decompress(payload, 1 << 20) if payload.startswith(MAGIC) else payload)
@@ -411,7 +411,7 @@ def test_a_newest_delta_that_does_not_fit_after_the_chain_gives_way_to_the_whole
     run_to(w, 1)
 
     def spoil(agent: Any) -> None:
-        sound = agent._models.weights
+        sound = agent._tasks.models.weights
 
         def spoilt(model: str, groups: tuple[str, ...]) -> Any:
             found = sound(model, groups)
@@ -419,7 +419,7 @@ def test_a_newest_delta_that_does_not_fit_after_the_chain_gives_way_to_the_whole
                 return found
             return replace(found, params=trees.apply(lambda a: a + np.float32(1), found.params))
 
-        agent._models.weights = spoilt
+        agent._tasks.models.weights = spoilt
 
     for agent in w.agents.values():
         spoil(agent)

@@ -15,15 +15,14 @@ from cloud_server.records import update_record
 from cloud_server.records.update_record import Update
 from edge_agent.commands.run import service_of
 from edge_agent.compute.trainer import InlineTrainer
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds import reports
 from edge_agent.rounds.agent import Agent
 from edge_agent.rounds.agent import will as agent_will
-from edge_agent.rounds.agent_costs import AgentCosts
 from edge_agent.updates.program_updates import ProgramUpdates
 from firmware_profiles.package.device_package import Signing
 from fleet_core.board.device_settings import settings_of
-from fleet_core.link.interface import Will
 from tests.support.brokers import private_broker
 from tests.support.fake_root import AGENT, GOOD, FakeRoot, an_update, fake_root
 from tests.support.fleet_processes import FLEET, tiny_fleet
@@ -54,7 +53,7 @@ class LiveFleet(SteppedFleet):
         inbox = self.roots[name].inbox
         if not (home / "update").is_symlink():
             (home / "update").symlink_to(inbox)
-        link = self._link(f"{name}-{self.starts}", Will(*agent_will(settings, boot)), url)
+        link = self._link(f"{name}-{self.starts}", agent_will(settings, boot), url)
         updates = ProgramUpdates(
             FLEET, name, self.fleet.public_key(), home, link, self.roots[name].runs,
             clock=time.monotonic, now_ms=lambda: int(time.time() * 1000),

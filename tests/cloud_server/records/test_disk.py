@@ -31,7 +31,6 @@ from cloud_server.running.aggregator import RETRY_S, Aggregator
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 from fleet_core.data.samples import save
-from fleet_core.link.interface import Will
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.waiting import PATIENCE_S
@@ -78,8 +77,7 @@ class KeptWorld(World):
         def life() -> Coordinator:
             self.lives += 1
             boot = f"server{self.lives}"
-            topic, payload = server_will(self.name, boot)
-            link = LoopbackLink(self.broker, boot, Will(topic, payload))
+            link = LoopbackLink(self.broker, boot, server_will(self.name, boot))
             return Coordinator(fleet, link, ledger, boot=boot, clock=self.clock, now=self.clock.wall,
                                log=self.lines.append)
 

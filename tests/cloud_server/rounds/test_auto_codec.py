@@ -12,10 +12,10 @@ import pytest
 from cloud_server.broadcast.round_codecs import RoundCodecs
 from cloud_server.commands import server as commands
 from cloud_server.ledger.ledger_tables import Round, RoundCodec
+from cloud_server.membership.inability import inability
 from cloud_server.records.fleet_settings import LinkSection
 from cloud_server.reports import html_report, terminal_view
 from cloud_server.results import outcome, result
-from cloud_server.rounds.members import inability
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.model import choose_codec
 from fleet_core.protocol import messages

@@ -24,9 +24,10 @@ from cloud_server.broker.publisher import RETAINED_S, Publisher
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, Traffic, Update
+from cloud_server.membership.members import SILENT_S, Members
+from cloud_server.membership.training_states import LOSS_ROUNDS, MOST_LOSSES
 from cloud_server.records.spool import Spool
 from cloud_server.rounds import update_receiver
-from cloud_server.rounds.members import LOSS_ROUNDS, MOST_LOSSES, SILENT_S, Members
 from cloud_server.rounds.uploads import WRONG_CHUNKS, Uploads
 from cloud_server.running import aggregator_process
 from edge_agent.compute.trainer import InlineTrainer, TrainerJobs
@@ -228,13 +229,13 @@ def test_an_update_that_is_judged_again_after_a_restart_is_judged_as_before(flee
     w = fleet(rounds=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.closed() >= 1 and settled(w))
-    members, unknown = w.server._members, UpdateRef(1, "f" * 32)
+    states, unknown = w.server._parts.receiver._states, UpdateRef(1, "f" * 32)
     for closed in range(1, 1 + MOST_LOSSES):
-        assert members.refusal("d0", unknown, closed, 1) == ""
-        members.on_update("d0", unknown, closed, 1)
-        assert members.refusal("d0", unknown, closed, 1) == ""
-    assert "3 times before in 20 rounds" in members.refusal("d0", unknown, 1 + MOST_LOSSES, 1)
-    assert members.refusal("d0", unknown, 1 + LOSS_ROUNDS, 1) == ""
+        assert states.refusal("d0", unknown, closed, 1) == ""
+        states.check("d0", unknown, closed, 1)
+        assert states.refusal("d0", unknown, closed, 1) == ""
+    assert "3 times before in 20 rounds" in states.refusal("d0", unknown, 1 + MOST_LOSSES, 1)
+    assert states.refusal("d0", unknown, 1 + LOSS_ROUNDS, 1) == ""
 
 
 def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
@@ -1423,7 +1424,7 @@ def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_sam
 def test_the_first_model_goes_as_a_seed_and_whole_to_an_agent_of_the_version_before(fleet):
     w = fleet(rounds=1)
     start(w, "d0", "d1", "d2")
-    old = w.agents["d1"]._models
+    old = w.agents["d1"]._tasks.models
     old.blob_for = lambda ref, groups: ref.blob if ref.base in (None, old.base) else ref.full
     assert w.pump(lambda: finished(w))
     down = {t.device: t.payload_bytes for t in w.server.ledger.rows(Traffic, round=1, direction="down", kind="model")}
@@ -1589,7 +1590,7 @@ def test_a_leave_is_not_forgotten_by_an_aggregator_that_dies_before_the_next_rou
     assert w.pump(lambda: opened(w, 3))
     w.server.ledger.request("revoke/d2", "yes")
     w.clock.seconds += 1
-    w.server._requests()
+    w.server._requests.tick()
     w.kill_server()
     w.kill_agent("d2")
     w.start_server()
@@ -1761,8 +1762,8 @@ def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_o
         return [] if client == agent.boot and "/b/" in message.topic and w.closed() < 2 else None
 
     faults.rules.append(starve)
-    agent._models.base = ""
-    agent._training.forget()
+    agent._tasks.models.base = ""
+    agent._tasks.training.forget()
     agent._fetcher.start(agent.manifest.model.blob, 1 << 20, "model")
     assert agent._fetcher.target == blob
     assert w.pump(lambda: w.closed() == 3, tick_s=TICK_S)

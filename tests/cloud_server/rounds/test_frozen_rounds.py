@@ -16,10 +16,10 @@ import pytest
 from cloud_server.commands import server as commands
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.ledger.ledger_tables import Device, Flops, Round, RoundArrays, Traffic
+from cloud_server.membership.inability import inability
 from cloud_server.records.fleet_settings import LinkSection
 from cloud_server.reports import html_report, terminal_view
 from cloud_server.results import outcome, result
-from cloud_server.rounds.members import inability
 from edge_agent.device.state import DeviceState
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
@@ -161,8 +161,8 @@ def test_a_part_that_does_not_fit_gives_way_to_the_whole(fleet: Callable[..., Wo
     w = fleet(HEAD, rounds=8, fleet="cohort = 2")
     start(w, "d0", "d1", "d2", "d3")
     for agent in w.agents.values():
-        agent._models._has_rest = lambda ref, groups: True
-        agent._models._with_rest = lambda ref, groups, a=agent: a.service.layout.seeded(3)
+        agent._tasks.models._has_rest = lambda ref, groups: True
+        agent._tasks.models._with_rest = lambda ref, groups, a=agent: a.service.layout.seeded(3)
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
     assert w.logged("the part does not fit what is held here: the whole model is needed")
     assert set(statuses(w, 8).values()) == {"counted"}
@@ -222,7 +222,7 @@ def test_a_device_that_only_answers_follows_also_with_an_agent_of_the_version_be
     start(w, "d0", "d1", "d2")
     for name in ("old", "new"):
         w.start_agent(name, toy(9), train=False)
-    models: Any = w.agents["old"]._models
+    models: Any = w.agents["old"]._tasks.models
     models.blob_for = lambda ref, groups: ref.blob if ref.base is None or models._fits(ref, groups) else ref.full
     decode = models._decode
     models._decode = lambda m, groups, ref, blob, data: decode(

@@ -21,7 +21,7 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import Tls
 from fleet_core.codecs.kinds import common_scale
 from fleet_core.link.mqtt import MqttLink
-from fleet_core.privacy.secure_sum import Participant
+from fleet_core.privacy.secure_participant import Participant
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.secure_messages import SecureStep

@@ -226,7 +226,7 @@ def test_a_new_device_and_one_that_missed_the_base_fetch_the_whole(fleet: Any, m
     w.start_agent("new", toy(8), train=False)
     reference = w.server._parts.served.reference
     shared = METHODS[method].shared
-    holds_base = reference.base and w.start_agent("d2")._models.weights(reference.base, shared) is not None
+    holds_base = reference.base and w.start_agent("d2")._tasks.models.weights(reference.base, shared) is not None
     assert w.pump(lambda: evaluated(w, 4, (*NAMES, "new")))
     whole = reference.blob if reference.full is None else reference.full
     assert served_bytes(w, "new") == whole.size
@@ -239,15 +239,15 @@ def test_a_device_whose_base_is_not_what_it_should_be_fetches_the_whole(fleet: A
     w = begin(fleet("pfldyn-proto", rounds=2))
     assert w.pump(lambda: w.closed() == 1)
     agent = w.agents["d0"]
-    sound = agent._models.weights
+    sound = agent._tasks.models.weights
 
     def spoilt(model: str, groups: tuple[str, ...]) -> Any:
         found = sound(model, groups)
-        if found is not None and model == agent._models.base:
+        if found is not None and model == agent._tasks.models.base:
             return type(found)(found.model, found.round, trees.apply(lambda a: a + np.float32(1), found.params))
         return found
 
-    agent._models.weights = spoilt
+    agent._tasks.models.weights = spoilt
     assert w.pump(lambda: evaluated(w, 2))
     reference = w.server._parts.served.reference
     assert served_bytes(w, "d0") == reference.blob.size + reference.full.size

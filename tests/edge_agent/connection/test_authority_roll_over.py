@@ -26,10 +26,10 @@ from edge_agent.compute.worker import Inline
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device import fleet_keys
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.fleet_keys import FleetKeys
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import ConfigError, MessageError
 from fleet_core.board.device_settings import settings_of

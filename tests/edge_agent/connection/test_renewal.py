@@ -22,9 +22,9 @@ from edge_agent.commands import doctor
 from edge_agent.commands.run import service_of
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import NEXT_KEY, RETRY_AFTER_REFUSAL_S, RETRY_S, Renewal
+from edge_agent.device.agent_costs import AgentCosts
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.agent import Agent
-from edge_agent.rounds.agent_costs import AgentCosts
 from fleet_core.base import config
 from fleet_core.base.errors import MessageError, RevokedError
 from fleet_core.board.device_settings import Settings, settings_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cloud_server.ledger.ledger_tables import Update
-from cloud_server.rounds import members
+from cloud_server.membership import inability
 from fleet_core.board.device_settings import Demands
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults
@@ -65,7 +65,7 @@ def test_a_device_whose_demand_is_met_takes_part(tmp_path: Path, privacy: str, d
 def test_an_aggregator_that_asks_anyway_gets_no_update_and_no_trained_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "Demands", lambda *demanded: Demands())
+    monkeypatch.setattr(inability, "Demands", lambda *demanded: Demands())
     w = fleet(tmp_path, NOISE, d0=Demands(secure_aggregation=True))
     assert counted(w) == {"d1", "d2", "d3"}
     assert any("d0: train: this device's [privacy] keeps it out: it demands secure aggregation" in line

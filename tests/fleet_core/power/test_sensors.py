@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.rounds.agent_costs import AgentCosts
+from edge_agent.device.agent_costs import AgentCosts
 from fleet_core.base.errors import PowerError
 from fleet_core.board import catalogue
 from fleet_core.board.profile import Power, Profile, Radio

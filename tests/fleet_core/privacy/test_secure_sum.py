@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from fleet_core.base.errors import MessageError
 from fleet_core.privacy import masks
 from fleet_core.privacy.masks import Array
-from fleet_core.privacy.secure_sum import Collector, Participant, neighbours
+from fleet_core.privacy.secure_collector import Collector
+from fleet_core.privacy.secure_participant import Participant
+from fleet_core.privacy.secure_sum import neighbours
 from fleet_core.protocol.secure_messages import Revealed, SealedShares
 from tests.support import secure
 from tests.support.secure import NOW, authority, identity, int8, session, step_of

@@ -12,8 +12,8 @@ from cloud_server.commands import server as commands
 from cloud_server.devices import devices, fleet_status
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Round, Update
+from cloud_server.membership.quarantine import RELEASED, suspects
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.rounds.quarantine import RELEASED, suspects
 from fleet_core.base.errors import ConfigError
 from tests.support.inprocess import World, config_text, without_fsync, world
 from tests.support.liars import lie, started

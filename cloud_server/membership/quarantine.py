@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Update
-from cloud_server.rounds.members import Members
+from cloud_server.membership.members import Members
 
 WINDOW = 10
 """Number of closed rounds that are considered."""

@@ -1,13 +1,12 @@
-"""Which devices belong to the fleet and which are on: enrolment, presence, heartbeats, lost training states.
+"""Which devices belong to the fleet and which are on: enrolment, presence, heartbeats.
 
-A member that took part and then leaves, or returns without its training state, takes its dual with it, and the server
-cannot subtract that dual from its sum. ``leaves`` counts these cases on disk; after one, the next round starts every
-dual from zero (``ServerRule.left``).
+A member that leaves takes its dual with it, and the server cannot subtract that dual from its sum. ``leaves`` counts
+these cases on disk, and lost training states too; after one, the next round starts every dual from zero
+(``ServerRule.left``).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from sys import intern
@@ -16,21 +15,12 @@ from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
-from cloud_server.records.fleet_settings import LinkSection
-from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
-from fleet_core.board.device_settings import Demands
-from fleet_core.model import choose_codec
-from fleet_core.protocol import messages
 from fleet_core.protocol.device_messages import Presence
-from fleet_core.protocol.round_messages import NO_UPDATE, UpdateRef
 
 SILENT_S = 4.5
 WORKING = ("train", "upload")
 STRANGERS = 1000
-MOST_LOSSES, LOSS_ROUNDS = 3, 20
-"""A device may lose its training state at most this often in so many rounds, because each loss resets the duals of all
-devices."""
 
 
 @dataclass(slots=True)
@@ -175,6 +165,10 @@ class Members:
         known = (self._devices[name] for name in names if name in self._ready)
         return [Holder(one.base, one.chain) for one in known if one.base != model]
 
+    def has_taken_part(self, name: str) -> bool:
+        """Whether an update of this device was counted."""
+        return self._devices[name].took_part
+
     def took_part(self, names: Collection[str], model: str) -> None:
         """Marks devices whose updates were counted. model: id of the training model."""
         for name in names:
@@ -205,7 +199,7 @@ class Members:
         with self._ledger.transaction():
             self._put(replace(self._row(name), status="revoked", revoked_at=self._now()))
             if was_member:
-                self._count_leave()
+                self.count_leave()
         self._log(f"{name} revoked")
         self._audit.done("revoke", name)
 
@@ -215,11 +209,16 @@ class Members:
         self.quarantined = devices
         for name in changed:
             if name in self._members:
-                self._count_leave()
+                self.count_leave()
             row = self._row(name)
             self._know(row)
             if name in self._members and row.state == "on" and row.cannot is None:
                 self._ready.add(name)
+
+    def count_leave(self, **facts: str) -> None:
+        """facts: written with the count."""
+        self.leaves += 1
+        self._ledger.set_facts(leaves=str(self.leaves), **facts)
 
     # Presence ---------------------------------------------------------------------------------------------------------
 
@@ -242,7 +241,7 @@ class Members:
         stopped = presence.st == "on" and not known.new and not presence.train
         with self._ledger.transaction(durable=stopped):
             if stopped:
-                self._count_leave()
+                self.count_leave()
                 self._log(f"{name} does not train any more")
             self._put(self._described(self._row(name), presence))
         known.state, known.phase = intern(presence.st), intern(presence.ph)
@@ -281,43 +280,7 @@ class Members:
         while len(self._strangers) > STRANGERS:
             self._strangers.pop(next(iter(self._strangers)))
 
-    # Training states --------------------------------------------------------------------------------------------------
-
-    def on_update(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> None:
-        """Checks that an update was trained from the state of the device's last counted update; otherwise the device's
-        dual is not the one in the server's sum, which counts as a leave. after: the update that left the device in its
-        present state. closed: the last closed round. begin: the first round of the present duals."""
-        unlike = "" if after is None else self._unlike(name, after, closed, begin)
-        if unlike:
-            losses = {*self._losses(name, closed), closed}
-            self._count_leave(**{f"losses/{name}": json.dumps(sorted(losses))})
-            self._log(f"{name} {unlike}")
-
-    def refusal(self, name: str, after: UpdateRef | None, closed: int, begin: int) -> str:
-        """Why the update of a device that lost its training state too often is refused, or empty. Arguments as for
-        ``on_update``. A loss noted in this round does not count, because after a restart the update is checked
-        again."""
-        losses = [number for number in self._losses(name, closed) if number < closed]
-        unlike = "" if after is None or len(losses) < MOST_LOSSES else self._unlike(name, after, closed, begin)
-        return unlike and (f"the device {unlike}, {len(losses)} times before in {LOSS_ROUNDS} rounds; it is counted "
-                           f"again from round {losses[-MOST_LOSSES] + LOSS_ROUNDS + 1} on")
-
-    def _losses(self, name: str, closed: int) -> list[int]:
-        """Those of the last ``LOSS_ROUNDS`` rounds after which the device had lost its training state."""
-        return [number for number in json.loads(self._ledger.fact(f"losses/{name}") or "[]")
-                if closed - LOSS_ROUNDS < number <= closed]
-
-    def _unlike(self, name: str, after: UpdateRef, closed: int, begin: int) -> str:
-        if after != NO_UPDATE and after.id != self._ledger.counted(name, after.round):
-            return f"learned in round {after.round} what this ledger did not count: the fleet's folder is an older one"
-        since = range(max(after.round + 1, begin), closed + 1) if self._devices[name].took_part else ()
-        return "lost its training state" if any(self._ledger.counted(name, number) for number in since) else ""
-
     # In memory and in the ledger --------------------------------------------------------------------------------------
-
-    def _count_leave(self, **facts: str) -> None:
-        self.leaves += 1
-        self._ledger.set_facts(leaves=str(self.leaves), **facts)
 
     def _row(self, name: str) -> Device:
         return self._ledger.rows(Device, name=name)[0]
@@ -342,35 +305,3 @@ class Members:
         if not enrolled:
             known.state = ""
             self._plain.discard(name)
-
-
-def inability(
-    presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True,
-    private: bool = False, secure: bool = False, noise: float = 0.0,
-) -> str | None:
-    """Why a device cannot take part in rounds, or None. parameters: the model's number of parameters. parts: a round
-    may train a part of the model. graph: the fleet has a graph for training without torch. private: updates are
-    clipped, and may get noise. secure: updates are masked. noise: what devices add themselves, over the clip."""
-    if presence.proto != messages.PROTOCOL:
-        return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
-    if not presence.train:
-        return f"does not train: {presence.cannot}" if presence.cannot else "does not train"
-    if presence.engines and not graph and "torch" not in presence.engines:
-        return f"does not train: it has no torch, and the fleet no graph for training with {method.name}"
-    if 0 < presence.most < parameters:
-        return f"does not train: {parameters} parameters are over its board's {presence.most}"
-    if presence.methods.get(method.name) != method.version:
-        return f"lacks {method.name} version {method.version}"
-    keeps = method.client.keeps
-    needed = [choose_codec.possible("up", link.up, keeps)[0], *choose_codec.possible("down", link.down, keeps)]
-    if not set(needed) <= set(presence.codecs):
-        return f"lacks codec {' or '.join(dict.fromkeys(needed))}"
-    if parts and not presence.parts:
-        return "cannot train a part of the model: its agent is too old"
-    if private and not presence.private:
-        return "cannot clip and hide its updates, as [privacy] asks: its agent is too old"
-    if secure and not presence.secure:
-        return ("cannot mask its updates, as secure_aggregation asks: its agent is too old, or device.toml names no "
-                "certificate of this fleet ('metafleet flash' gives one)")
-    unmet = Demands(presence.demands_secure, presence.demands_noise).unmet(secure=secure, noise=noise)
-    return f"its [privacy] keeps it out: {unmet}" if unmet else None
