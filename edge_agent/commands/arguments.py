@@ -17,6 +17,25 @@ from fleet_core.base.errors import ConfigError
 Number = TypeVar("Number", int, float)
 Action = Callable[[Namespace], object]
 
+EXAMPLES = {
+    "run": "edge-agent run --home pi-07",
+    "enroll": "edge-agent enroll pi-07.token --home pi-07",
+    "serve": "edge-agent serve --home pi-07 --port 8080",
+    "status": "edge-agent status --home pi-07",
+    "install": "edge-agent install greenhouse.bundle --home pi-07",
+    "personalize": "edge-agent personalize --home pi-07 --by auto",
+    "predict": "edge-agent predict sample.npy --home pi-07",
+    "review": "edge-agent review --home pi-07 --limit 5",
+    "verify": "edge-agent verify",
+    "samples add": "edge-agent samples add idle.csv --label idle --home pi-07",
+    "samples list": "edge-agent samples list --home pi-07",
+    "samples drop": "edge-agent samples drop --last 1 --home pi-07",
+    "energy": "edge-agent energy --home pi-07",
+    "energy calibrate": "edge-agent energy calibrate --meter-watts 3.1 6.1 --home pi-07",
+    "doctor": "edge-agent doctor --home pi-07",
+}
+"""Below the options of each command."""
+
 
 class Parser(argparse.ArgumentParser):
     """A program or one of its commands; ``action`` is what the chosen command does. commands: the parsers of its own
@@ -32,7 +51,10 @@ class Parser(argparse.ArgumentParser):
         """A command. action: None for one that only has commands of its own, and then shows its help (exit code 2)."""
         if self._group is None:
             self._group = self.add_subparsers(title="commands", metavar="COMMAND", prog=self.prog)
-        made = self._group.add_parser(name, prog=f"{self.prog} {name}", help=description, description=description)
+        prog = f"{self.prog} {name}"
+        example = EXAMPLES.get(prog.partition(" ")[2])
+        made = self._group.add_parser(name, prog=prog, help=description, description=description,
+                                      epilog=example and f"Example: {example}")
         if action is not None:
             made.set_defaults(action=action)
         self.commands[name] = made

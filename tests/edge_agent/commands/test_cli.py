@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edge_agent.commands import cli
-from edge_agent.commands.arguments import Parser
+from edge_agent.commands.arguments import EXAMPLES, Parser
 from fleet_core.base.errors import ConfigError
 from tests.support import homes
 from tests.support.cli import runner
@@ -136,6 +136,15 @@ def test_help_of_every_command_shows_its_options_and_ends_well(run) -> None:
         assert done.out == run(*path, "-h").out
         assert all(option in done.out for option in leaf._option_string_actions)
         assert all(name in done.out for name in leaf.commands)
+
+
+def test_the_help_of_every_command_has_an_example_whose_words_it_takes(run) -> None:
+    doing = [leaf for leaf in leaves(cli.parser()) if leaf.get_default("action") != leaf._show_help]
+    assert {leaf.prog.removeprefix("edge-agent ") for leaf in doing} == set(EXAMPLES)
+    for name, example in EXAMPLES.items():
+        assert example.startswith(f"edge-agent {name}")
+        asked(*example.split()[1:])
+        assert f"Example: {example}" in " ".join(run(*name.split(), "--help").out.split())
 
 
 @pytest.mark.parametrize("line", ["", "samples"])
