@@ -356,7 +356,7 @@ class Agent:
         else:
             self.accounts.end("adapt")
             self.adapter.stop()
-            self._attempt("serve", lambda: self._serving.adapted(done))
+            self._attempt("serve", lambda: self._serving.adapted(done, self.manifest))
         self._advance()
 
     def _on_trained(self, done: Done) -> None:
