@@ -31,6 +31,8 @@ from fleet_core.protocol.round_messages import (
     UploadRules,
 )
 
+WHOLE_IN_ALL = 6 << 20
+"""Bytes of whole updates that may be on their way to the aggregator at once, as many as of granted chunks."""
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 1
 """Devices that were away for more ask for the fate of their update: every manifest goes to every device."""
@@ -81,7 +83,7 @@ class Manifests:
         self._publish(
             after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, opened.least_norm,
             is_open=True, secure=opened.secure, links={link.blob.id for link in opened.chain.links},
-            train=self._layout.places(opened.arrays.moving),
+            train=self._layout.places(opened.arrays.moving), devices=len(opened.cohort),
         )
         self._again = partial(self.open_round, opened, after)
 
@@ -107,7 +109,7 @@ class Manifests:
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
         per_device: Mapping[str, Params], codecs: tuple[str, ...], least_norm: float, *, is_open: bool,
-        secure: Collector | None = None, links: Collection[str] = (), train: str | None = None,
+        secure: Collector | None = None, links: Collection[str] = (), train: str | None = None, devices: int = 0,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -131,6 +133,7 @@ class Manifests:
             up=UploadRules(
                 self._max_upload_bytes, link.chunk_bytes, codecs, least_norm, privacy_rules(self._config),
                 None if secure is None else secure.session.rules,
+                min(link.chunk_bytes // 2, WHOLE_IN_ALL // devices) if devices else 0,
             ),
             open=is_open,
             per_device=listed,

@@ -30,7 +30,7 @@ class PendingUpdates:
         self._device, self._boot = device, boot
         self._home, self._uploader, self._fetcher = home, uploader, fetcher
         self._reporter, self._log = reporter, log
-        self._offered_seq = -1
+        self._offered_seq, self._whole = -1, 0
         self.pending: Pending | None = home.pending()
 
     def take(self, begun: Manifest, manifest: Manifest | None, cost: Callable[[int], Cost]) -> None:
@@ -45,13 +45,13 @@ class PendingUpdates:
         self._offer(manifest, self.pending)
 
     def _offer(self, manifest: Manifest, pending: Pending) -> None:
-        self._offered_seq = manifest.seq
+        self._offered_seq, self._whole = manifest.seq, manifest.up.whole
         self._reporter.enter("upload")
         rules = manifest.up.secure
         if rules is None and exponent_of(pending.upload.codec) is not None:
             return self._discard(pending)  # made to be masked, and this round sums in the open now
         if rules is None or pending.upload.secure == rules.session:
-            return self._uploader.offer(pending)
+            return self._uploader.offer(pending, self._whole)
         self._uploader.stop()
         self._join(manifest, pending)
 
@@ -73,7 +73,7 @@ class PendingUpdates:
             return self._fail(error)
         if masked is not None:
             self.pending = masked
-            self._uploader.offer(masked)
+            self._uploader.offer(masked, self._whole)
 
     def _fail(self, error: MessageError) -> None:
         self._log(f"this device takes no part in the sum: {error}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from fleet_core.base import compression, schema
@@ -31,22 +31,28 @@ def whole(maximum: int, minimum: int = 0) -> dict[str, int]:
 ROUND = whole(1_000_000_000)
 
 
-def encode(message: Any, *, packed: bool = False) -> bytes:
+def encode(message: Any, *, packed: bool = False, without: Collection[str] = ()) -> bytes:
     """A message as compact JSON, without the fields that have their default, which a reader takes for missing ones.
-    packed: under zstd where that is shorter, for readers that know it."""
-    plain = json.dumps(_short(message), separators=(",", ":"), allow_nan=False).encode()
+    packed: under zstd where that is shorter, for readers that know it. without: keys that the reader knows otherwise.
+    """
+    kept = {key: value for key, value in _short(message).items() if key not in without}
+    plain = json.dumps(kept, separators=(",", ":"), allow_nan=False).encode()
     return min(plain, compression.compress(plain, level=MESSAGE_LEVEL), key=len) if packed else plain
 
 
-def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
-    """Reads JSON, also under zstd, of at most ``limit`` bytes as a ``cls``. Raises MessageError that names the faulty
-    keys."""
+def decode(
+    cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES, known: Mapping[str, Any] | None = None,
+) -> T:
+    """Reads JSON, also under zstd, of at most ``limit`` bytes as a ``cls``. known: values of keys that the message
+    leaves out (``without``). Raises MessageError that names the faulty keys."""
     if len(data) > limit:
         raise MessageError(f"a message of {len(data)} bytes", expected=f"at most {limit}")
     try:
         value = json.loads(compression.decompress(data, limit) if data.startswith(compression.MAGIC) else data)
     except (ValueError, RecursionError, CodecError) as error:
         raise MessageError("a message is not JSON") from error
+    if known and isinstance(value, dict):
+        value |= known
     message, problems = schema.read(cls, value, unknown="ignore")
     if message is None:
         raise MessageError(f"a malformed {cls.__name__}: " + "; ".join(map(str, problems[:5])))
