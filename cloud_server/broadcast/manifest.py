@@ -53,7 +53,7 @@ class Manifests:
     sign(body): with the fleet's key. graph: the graph bundle's bytes. steps: those of the graph ``train``, if there is
     one. backbone: the file of the layout's backbone, if it has one. layout: of the model.
     max_upload_bytes: of the largest update. now: Unix seconds. resting(): devices that are not asked today. packed():
-    whether every device that is on reads manifests under zstd. ``seq``: the newest manifest's sequence number.
+    what every device that is on can read (``messages.encode``). ``seq``: the newest manifest's sequence number.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Manifests:
         sign: Callable[[bytes], bytes], graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int,
         now: Callable[[], float],
         backbone: bytes | None = None,
-        resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], bool] = lambda: False,
+        resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], int] = lambda: messages.PLAIN,
     ):
         self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
         self._hyper, self._sign = schema.plain(fleet.hyper), sign
@@ -73,7 +73,7 @@ class Manifests:
         self._max_upload_bytes, self._now = max_upload_bytes, now
         self._resting, self._packed = resting, packed
         self._again: Callable[[], None] = lambda: None
-        self._went_packed = False
+        self._went_packed = messages.PLAIN
         self.seq = int(ledger.fact(SEQ) or "0")
 
     def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
@@ -98,8 +98,8 @@ class Manifests:
             self._again = partial(self.no_round, after)
 
     def unpack(self) -> None:
-        """Publishes the manifest again, plain, if a device that came does not read it under zstd."""
-        if self._went_packed and not self._packed():
+        """Publishes the manifest again, in an older form, if a device that came cannot read the present one."""
+        if self._packed() < self._went_packed:
             self._again()
 
     def again(self) -> None:

@@ -23,7 +23,7 @@ class ServerMessages:
 
     def announce(self, state: str) -> None:
         """Publishes the retained presence. state: on | off."""
-        presence = ServerPresence(st=state, boot=self._boot, ver=__version__, packed=True)
+        presence = ServerPresence(st=state, boot=self._boot, ver=__version__, packed=True, dictionary=1)
         self._send(topics.server(self._fleet), messages.encode(presence), retain=True, qos=1)
 
     def tell(self, device: str, message: Down) -> None:

@@ -22,7 +22,7 @@ from fleet_core.base import schema
 from fleet_core.board.device_settings import Demands
 from fleet_core.model import choose_codec
 from fleet_core.protocol import messages
-from fleet_core.protocol.device_messages import Presence
+from fleet_core.protocol.device_messages import Presence, reads
 from fleet_core.protocol.round_messages import NO_UPDATE, UpdateRef
 
 SILENT_S = 4.5
@@ -75,7 +75,7 @@ class Members:
         self._awaited: set[str] = set()
         self._members: set[str] = set()
         self._ready: set[str] = set()
-        self._plain: set[str] = set()
+        self._reads: dict[str, int] = {}
         self.resting: Mapping[str, str] = {}
         self.quarantined: Mapping[str, str] = quarantined
         self.leaves = int(ledger.fact("leaves") or "0")
@@ -83,8 +83,9 @@ class Members:
             self._know(device)
             if device.state == "on" and device.name in self._members:
                 self._awaited.add(device.name)
-            if device.state == "on" and not device.capabilities.get("packed"):
-                self._plain.add(device.name)
+            if device.state == "on":
+                told = device.capabilities
+                self._reads[device.name] = reads(bool(told.get("packed")), int(told.get("dictionary", 0)))
 
     # Questions --------------------------------------------------------------------------------------------------------
 
@@ -115,10 +116,9 @@ class Members:
         """Ready members that are not resting."""
         return self._ready - self.resting.keys() if self.resting else self._ready
 
-    def read_packed(self) -> bool:
-        """Whether every device that is on, or was on when the aggregator restarted, can read zstd-compressed
-        manifests."""
-        return not self._plain
+    def all_read(self) -> int:
+        """What every device that is on, or was on when the aggregator restarted, can read (``messages.encode``)."""
+        return min(self._reads.values(), default=messages.SHORT)
 
     def awaited(self) -> bool:
         """Whether a member that was on before the aggregator restarted has sent nothing since."""
@@ -251,8 +251,10 @@ class Members:
             known.boot, known.base, known.chain = presence.boot, intern(presence.base), presence.chain
         self.heard(name)
         self._awaited.discard(name)
-        plain = presence.st == "on" and not presence.packed
-        (self._plain.add if plain else self._plain.discard)(name)
+        if presence.st == "on":
+            self._reads[name] = presence.reads
+        else:
+            self._reads.pop(name, None)
         able = name in self._members and presence.st == "on" and not self._cannot(presence)
         (self._ready.add if able else self._ready.discard)(name)
 
@@ -341,7 +343,7 @@ class Members:
                 group.discard(name)
         if not enrolled:
             known.state = ""
-            self._plain.discard(name)
+            self._reads.pop(name, None)
 
 
 def inability(

@@ -46,7 +46,7 @@ class Uploader:
         unanswered: Callable[[int], None] = lambda round_number: None,
     ):
         self._fleet, self._device, self._link, self._clock, self._book = fleet, device, link, clock, book
-        self._unanswered, self.packed = unanswered, False
+        self._unanswered, self.packed = unanswered, messages.PLAIN
         self._backoff = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._pending: Offer | None = None
         self._queued_at: float | None = None

@@ -29,8 +29,8 @@ WORKING = ("train", "upload")
 
 class Reporter:
     """trains: whether this device can train. limits: of its board, which is called ``board``. ``round``: of the current
-    manifest; before the first one it is None and nothing is reported. ``packed``: whether the aggregator reads reports
-    under zstd."""
+    manifest; before the first one it is None and nothing is reported. ``packed``: how the aggregator reads reports
+    (``messages.encode``)."""
 
     def __init__(
         self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,
@@ -45,7 +45,7 @@ class Reporter:
         self._heard = False
         self.round: int | None = None
         self.phase = "idle"
-        self.packed = False
+        self.packed = messages.PLAIN
 
     # Reports ----------------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,7 @@ class Reporter:
             base=base,
             chain=True,
             packed=True,
+            dictionary=1,
             parts=True,
             private=True,
             secure=has_certificate(self._settings),
@@ -174,7 +175,7 @@ class Reporter:
     def _beat(self) -> None:
         self._last_heartbeat = self._clock()
         beat = Presence(st="on", boot=self._boot, ph=self.phase, beat=True)
-        self._send(topics.presence(self._fleet, self._name), messages.encode(beat), qos=0)
+        self._send(topics.presence(self._fleet, self._name), messages.encode(beat, packed=self.packed), qos=0)
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
         """A message that is lost because the link is down or full is repeated by the protocol."""

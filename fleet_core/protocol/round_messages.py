@@ -222,7 +222,7 @@ class UploadManifest:
         return self.blob.id
 
 
-def with_its_bytes(upload: UploadManifest, data: bytes, *, packed: bool) -> bytes:
+def with_its_bytes(upload: UploadManifest, data: bytes, *, packed: int) -> bytes:
     """A whole update in one message: its id, the length of its offer, the offer without ``blob``, and the bytes."""
     offer = messages.encode(upload, packed=packed, without=("blob",))
     return bytes.fromhex(upload.id) + len(offer).to_bytes(LENGTH_BYTES, "big") + offer + data

@@ -202,7 +202,7 @@ def sent(liar: FakeDevice, message: bytes, number: int = 1) -> str:
 
 def whole(liar: FakeDevice, data: bytes, **changes: Any) -> bytes:
     blob = Blob.of(data, max(len(data), 1024))
-    return with_its_bytes(liar.update(data, blob=blob, **changes), data, packed=False)
+    return with_its_bytes(liar.update(data, blob=blob, **changes), data, packed=messages.PLAIN)
 
 
 def test_a_whole_update_is_checked_as_any_other(liar: FakeDevice) -> None:
