@@ -38,7 +38,7 @@ def compress(data: bytes | memoryview, level: int | None = None, *, dictionary: 
 def decompress(data: bytes, limit: int, *, dictionary: bytes = b"") -> bytes:
     """Raises CodecError unless ``data`` is exactly one zstd frame of at most ``limit`` decompressed bytes."""
     window_log = min(max(limit.bit_length(), SMALLEST_WINDOW_LOG), LARGEST_WINDOW_LOG)
-    options = {zstd.DecompressionParameter.window_log_max: window_log}
+    options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: window_log}
     decompressor = zstd.ZstdDecompressor(_dictionary(dictionary), options)
     try:
         out = decompressor.decompress(data, max_length=limit + 1)
