@@ -182,6 +182,10 @@ class Members:
             if not self._devices[name].took_part:
                 self._put(replace(self._row(name), took_part=True))
 
+    def answered(self, name: str) -> None:
+        """The device's upload is over, and it was told so: it need not send a heartbeat that says it."""
+        self._devices[name].phase = "idle"
+
     # Enrolment --------------------------------------------------------------------------------------------------------
 
     def enroll(self, name: str, closed: int, *, trains: bool = False) -> None:

@@ -137,10 +137,10 @@ class UpdateReceiver:
         opened = self._rounds.open
         if opened is not None and number == opened.number and device in opened.received:
             same = opened.received[device].id == manifest.id
-            self._tell(device, Down("done" if same else "reject", number, manifest.id, ok=same,
-                                    reason="" if same else "another update of this round is here already"))
+            self._answer(device, Down("done" if same else "reject", number, manifest.id, ok=same,
+                                      reason="" if same else "another update of this round is here already"))
         elif self.was_counted(device, number, manifest.id):
-            self._tell(device, Down("done", number, manifest.id))  # our first answer was lost
+            self._answer(device, Down("done", number, manifest.id))  # our first answer was lost
         elif reason := self._refusal(device, number, manifest):
             self._refuse(device, number, manifest, reason)
         else:
@@ -188,7 +188,12 @@ class UpdateReceiver:
         self._spool.put(number, device, manifest, data)
         opened.receive(device, manifest, measure)
         self._say_cut(device, manifest)
-        self._tell(device, Down("done", number, manifest.id))
+        self._answer(device, Down("done", number, manifest.id))
+
+    def _answer(self, device: str, down: Down) -> None:
+        """Ends an upload."""
+        self._members.answered(device)
+        self._tell(device, down)
 
     def _say_cut(self, device: str, manifest: UploadManifest) -> None:
         """Logs once per device that its board cannot train with the round's batch sizes."""
@@ -267,7 +272,7 @@ class UpdateReceiver:
         self._log(f"round {number}: {device}: update refused: {reason}")
         if not late:
             self._audit.refused(device, f"update of round {number}: {reason}")
-        self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason))
+        self._answer(device, Down("reject", number, manifest.id, ok=False, reason=reason))
 
     def _row(self, number: int, device: str, manifest: UploadManifest, status: str, reason: str = "") -> Update:
         return Update(

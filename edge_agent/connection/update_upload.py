@@ -56,16 +56,16 @@ class Uploader:
     def active(self) -> bool:
         return self._pending is not None
 
-    def offer(self, pending: Offer, whole: int = 0) -> None:
-        """whole: bytes of the largest update that may go with its offer (``UploadRules``)."""
+    def offer(self, pending: Offer, whole: int = 0) -> bool:
+        """whole: bytes of the largest update that may go with its offer (``UploadRules``). Returns whether it did."""
         self._pending, self._queued_at = pending, None
         self._backoff.reset()
         blob = pending.upload.blob
-        if blob.n == 1 and blob.size <= whole and self._sent_whole != blob.id:
+        if blob.n == 1 and blob.size <= whole and self._sent_whole != blob.id and self._send_whole(pending):
             self._sent_whole = blob.id
-            self._send_whole(pending)
-        else:
-            self._send_offer()
+            return True
+        self._send_offer()
+        return False
 
     def stop(self) -> None:
         self._pending = None
@@ -104,19 +104,21 @@ class Uploader:
         if self._pending is not None:
             self._publish(self._pending, "m", messages.encode(self._pending.upload, packed=self.packed))
 
-    def _send_whole(self, pending: Offer) -> None:
+    def _send_whole(self, pending: Offer) -> bool:
         try:
             data = pending.chunk(0)
         except StateError:
-            return self._send_offer()  # read again when it is asked for
-        if self._publish(pending, WHOLE, with_its_bytes(pending.upload, data, packed=self.packed)):
-            self._book(len(data))
+            return False  # read again when it is asked for
+        if not self._publish(pending, WHOLE, with_its_bytes(pending.upload, data, packed=self.packed), qos=0):
+            return False
+        self._book(len(data))
+        return True
 
-    def _publish(self, pending: Offer, part: str, message: bytes) -> bool:
+    def _publish(self, pending: Offer, part: str, message: bytes, *, qos: int = 1) -> bool:
         if not self._link.connected:
             return False
         try:
-            self._link.publish(topics.upload(self._fleet, self._device, pending.round, part), message)
+            self._link.publish(topics.upload(self._fleet, self._device, pending.round, part), message, qos=qos)
         except LinkError:
             return False  # the link is full: offered again later
         return True

@@ -14,9 +14,10 @@ from cloud_server.ledger.ledger_tables import Update
 from edge_agent.connection.update_upload import Offer, Uploader
 from fleet_core.base import storage
 from fleet_core.codecs import safetensors_payload
-from fleet_core.link.loopback import LoopbackBroker
+from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.chunks import Blob
+from fleet_core.protocol.device_messages import Presence
 from fleet_core.protocol.round_messages import WHOLE, UploadManifest, UploadRules, with_its_bytes
 from tests.support.inprocess import World, config_text, world
 from tests.support.stand_ins import BrokerFaults, FakeDevice, constant_update
@@ -120,11 +121,24 @@ def test_a_larger_round_takes_smaller_updates_whole(
 # What is lost, and deaths ---------------------------------------------------------------------------------------------
 
 
-def test_a_whole_update_that_is_lost_is_offered_and_sent_in_chunks(fleet: Callable[..., World]) -> None:
+def test_a_whole_update_that_is_lost_is_offered_and_sent_in_chunks(
+    fleet: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The offer goes at QoS 1, so that an MQTT 5 broker says if it denies it."""
+    qualities: dict[str, int] = {}
+    publish = LoopbackLink.publish
+
+    def noting(link: LoopbackLink, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
+        if "/a/d0/up/" in topic:
+            qualities[topic.rpartition("/")[2]] = qos
+        publish(link, topic, payload, retain=retain, qos=qos)
+
+    monkeypatch.setattr(LoopbackLink, "publish", noting)
     w = fleet(rounds=1)
     seen(w).drop(f"/a/d0/up/1/{WHOLE}")
     run(w)
     assert parts(w, 1, "d0") == [WHOLE, "m", "0"]
+    assert qualities == {WHOLE: 0, "m": 1, "0": 0}
     assert statuses(w, 1) == ALL_COUNTED
 
 
@@ -249,3 +263,42 @@ def test_a_device_that_is_not_asked_cannot_fill_the_spool(liar: FakeDevice) -> N
     liar.w.step()
     assert not list((liar.w.fleet.folder / "spool").glob("*/*"))
     assert stranger.downs()[-1].reason == "not in this round's cohort"
+
+
+# Heartbeats -----------------------------------------------------------------------------------------------------------
+
+
+def beats(w: World, name: str) -> list[str]:
+    """Phases of a device's heartbeats."""
+    told = [message.payload for client, message in seen(w).seen if message.topic == topics.presence(w.name, name)]
+    return [one.ph for one in (messages.decode(Presence, payload) for payload in told) if one.beat]
+
+
+def test_a_device_says_that_it_trains_and_the_rest_follows_from_its_update(fleet: Callable[..., World]) -> None:
+    w = run(fleet(rounds=2))
+    assert [beats(w, name) for name in NAMES] == [["train"] * 2] * 3
+    assert {w.server._members.phase(name) for name in NAMES} == {"idle"}
+    w.clock.seconds += 60
+    assert all(w.server._members.alive(name) for name in NAMES), "an idle device may be silent"
+
+
+def test_to_an_older_aggregator_every_phase_is_said(
+    fleet: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks_only(monkeypatch)
+    w = run(fleet(rounds=1))
+    assert [beats(w, name) for name in NAMES] == [["train", "upload", "idle"]] * 3
+
+
+def test_a_device_whose_update_is_lost_goes_on_with_heartbeats_and_says_when_it_is_idle(
+    fleet: Callable[..., World]
+) -> None:
+    w = fleet(rounds=1, fleet="quorum = 1.0\ndeadline_s = 1000")
+    lift = seen(w).drop("/a/d0/up/")
+    start(w, *NAMES)
+    assert w.pump(lambda: beats(w, "d0")[-2:] == ["upload"] * 2, tick_s=0.25)
+    assert w.server._members.alive("d0")
+    lift()
+    assert w.pump(lambda: finished(w) and settled(w), tick_s=0.25)
+    assert beats(w, "d0")[-1] == "idle"
+    assert w.server._members.phase("d0") == "idle"
