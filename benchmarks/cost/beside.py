@@ -2,9 +2,9 @@
 
     python -m benchmarks.cost.beside --out FOLDER [--rounds 6] [--codec up:topk-1,down:topk-10]
 
-The demo's eight patients, rounds 3 to the last but one. Bytes are topic, payload and ``HEADER`` of each publish; of
-chunks without their payload. Acknowledgements, TLS, TCP and IP are not in it (``live`` counts them). FOLDER must not
-hold a fleet.
+The demo's eight patients, rounds 3 to the last but one. Bytes are topic, payload and ``HEADER`` of each publish,
+without the payload of chunks and whole updates. Acknowledgements, TLS, TCP and IP are not in it (``live`` counts them).
+FOLDER must not hold a fleet.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.cost import served
 from cloud_server.running import demo_setup
 from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.protocol import topics
+from fleet_core.protocol.round_messages import WHOLE, whole_update
 
 HEADER = 9
 """Of a PUBLISH at QoS 1 in MQTT 5 with a short payload: type, lengths, identifier, no properties."""
@@ -43,8 +44,9 @@ class Counts:
         self.round += address.kind == "cur"
         beside = HEADER + len(topic)
         name = MESSAGES.get(address.kind, "chunks' topics")
-        if address.kind == "up" and address.part == "m":
+        if address.kind == "up" and address.part in ("m", WHOLE):
             name = "offer"
+            beside -= len(whole_update(payload)[1]) if address.part == WHOLE else 0
         if name != "chunks' topics":
             beside += len(payload)
         everyone = DEVICES if address.kind in ("cur", "b") else 1  # one publish, which every device receives

@@ -31,6 +31,8 @@ from fleet_core.protocol.round_messages import (
     UploadRules,
 )
 
+WHOLE_IN_ALL = 6 << 20
+"""Bytes of whole updates that may be on their way to the aggregator at once, as many as of granted chunks."""
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 1
 """Devices that were away for more ask for the fate of their update: every manifest goes to every device."""
@@ -51,7 +53,7 @@ class Manifests:
     sign(body): with the fleet's key. graph: the graph bundle's bytes. steps: those of the graph ``train``, if there is
     one. backbone: the file of the layout's backbone, if it has one. layout: of the model.
     max_upload_bytes: of the largest update. now: Unix seconds. resting(): devices that are not asked today. packed():
-    whether every device that is on reads manifests under zstd. ``seq``: the newest manifest's sequence number.
+    what every device that is on can read (``messages.encode``). ``seq``: the newest manifest's sequence number.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Manifests:
         sign: Callable[[bytes], bytes], graph: bytes, steps: bytes | None, layout: Layout, max_upload_bytes: int,
         now: Callable[[], float],
         backbone: bytes | None = None,
-        resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], bool] = lambda: False,
+        resting: Callable[[], Collection[str]] = tuple, packed: Callable[[], int] = lambda: messages.PLAIN,
     ):
         self._config, self._method, self._codecs = fleet.config, fleet.method, codecs
         self._hyper, self._sign = schema.plain(fleet.hyper), sign
@@ -71,7 +73,7 @@ class Manifests:
         self._max_upload_bytes, self._now = max_upload_bytes, now
         self._resting, self._packed = resting, packed
         self._again: Callable[[], None] = lambda: None
-        self._went_packed = False
+        self._went_packed = messages.PLAIN
         self.seq = int(ledger.fact(SEQ) or "0")
 
     def open_round(self, opened: OpenRound, after: Checkpoint) -> None:
@@ -81,7 +83,7 @@ class Manifests:
         self._publish(
             after, opened.number, chosen, opened.model, opened.scalars, opened.per_device, codecs, opened.least_norm,
             is_open=True, secure=opened.secure, links={link.blob.id for link in opened.chain.links},
-            train=self._layout.places(opened.arrays.moving),
+            train=self._layout.places(opened.arrays.moving), devices=len(opened.cohort),
         )
         self._again = partial(self.open_round, opened, after)
 
@@ -96,8 +98,8 @@ class Manifests:
             self._again = partial(self.no_round, after)
 
     def unpack(self) -> None:
-        """Publishes the manifest again, plain, if a device that came does not read it under zstd."""
-        if self._went_packed and not self._packed():
+        """Publishes the manifest again, in an older form, if a device that came cannot read the present one."""
+        if self._packed() < self._went_packed:
             self._again()
 
     def again(self) -> None:
@@ -107,7 +109,7 @@ class Manifests:
     def _publish(
         self, after: Checkpoint, number: int, chosen: Cohort, model: ModelRef, scalars: Mapping[str, float],
         per_device: Mapping[str, Params], codecs: tuple[str, ...], least_norm: float, *, is_open: bool,
-        secure: Collector | None = None, links: Collection[str] = (), train: str | None = None,
+        secure: Collector | None = None, links: Collection[str] = (), train: str | None = None, devices: int = 0,
     ) -> None:
         fleet, link = self._config.fleet, self._config.link
         listed, own = self._models.publish_per_device(per_device)
@@ -131,6 +133,7 @@ class Manifests:
             up=UploadRules(
                 self._max_upload_bytes, link.chunk_bytes, codecs, least_norm, privacy_rules(self._config),
                 None if secure is None else secure.session.rules,
+                min(link.chunk_bytes // 2, WHOLE_IN_ALL // devices) if devices else 0,
             ),
             open=is_open,
             per_device=listed,

@@ -22,7 +22,7 @@ class ServerMessages:
 
     def announce(self, state: str) -> None:
         """Publishes the retained presence. state: on | off."""
-        presence = ServerPresence(st=state, boot=self._boot, ver=__version__, packed=True)
+        presence = ServerPresence(st=state, boot=self._boot, ver=__version__, packed=True, dictionary=1)
         send(self._link, topics.server(self._fleet), messages.encode(presence), self._log, retain=True)
 
     def tell(self, device: str, message: Down) -> None:

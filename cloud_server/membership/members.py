@@ -16,7 +16,8 @@ from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
 from fleet_core.base import schema
-from fleet_core.protocol.device_messages import Presence
+from fleet_core.protocol import messages
+from fleet_core.protocol.device_messages import Presence, reads
 
 SILENT_S = 4.5
 WORKING = ("train", "upload")
@@ -65,7 +66,7 @@ class Members:
         self._awaited: set[str] = set()
         self._members: set[str] = set()
         self._ready: set[str] = set()
-        self._plain: set[str] = set()
+        self._reads: dict[str, int] = {}
         self.resting: Mapping[str, str] = {}
         self.quarantined: Mapping[str, str] = quarantined
         self.leaves = int(ledger.fact("leaves") or "0")
@@ -73,8 +74,9 @@ class Members:
             self._know(device)
             if device.state == "on" and device.name in self._members:
                 self._awaited.add(device.name)
-            if device.state == "on" and not device.capabilities.get("packed"):
-                self._plain.add(device.name)
+            if device.state == "on":
+                told = device.capabilities
+                self._reads[device.name] = reads(bool(told.get("packed")), int(told.get("dictionary", 0)))
 
     # Questions --------------------------------------------------------------------------------------------------------
 
@@ -105,10 +107,9 @@ class Members:
         """Ready members that are not resting."""
         return self._ready - self.resting.keys() if self.resting else self._ready
 
-    def read_packed(self) -> bool:
-        """Whether every device that is on, or was on when the aggregator restarted, can read zstd-compressed
-        manifests."""
-        return not self._plain
+    def all_read(self) -> int:
+        """What every device that is on, or was on when the aggregator restarted, can read (``messages.encode``)."""
+        return min(self._reads.values(), default=messages.SHORT)
 
     def awaited(self) -> bool:
         """Whether a member that was on before the aggregator restarted has sent nothing since."""
@@ -175,6 +176,10 @@ class Members:
             self._devices[name].base = intern(model)
             if not self._devices[name].took_part:
                 self._put(replace(self._row(name), took_part=True))
+
+    def answered(self, name: str) -> None:
+        """The device's upload is over, and it was told so: it need not send a heartbeat that says it."""
+        self._devices[name].phase = "idle"
 
     # Enrolment --------------------------------------------------------------------------------------------------------
 
@@ -250,8 +255,10 @@ class Members:
             known.boot, known.base, known.chain = presence.boot, intern(presence.base), presence.chain
         self.heard(name)
         self._awaited.discard(name)
-        plain = presence.st == "on" and not presence.packed
-        (self._plain.add if plain else self._plain.discard)(name)
+        if presence.st == "on":
+            self._reads[name] = presence.reads
+        else:
+            self._reads.pop(name, None)
         able = name in self._members and presence.st == "on" and not self._cannot(presence)
         (self._ready.add if able else self._ready.discard)(name)
 
@@ -304,4 +311,4 @@ class Members:
                 group.discard(name)
         if not enrolled:
             known.state = ""
-            self._plain.discard(name)
+            self._reads.pop(name, None)

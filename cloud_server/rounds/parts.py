@@ -138,7 +138,7 @@ def assemble(
     manifests = Manifests(
         fleet, models, served, ledger, publisher, codecs, sign=keys.sign, graph=graph, steps=steps,
         backbone=backbone, layout=layout, max_upload_bytes=receiver.max_upload_bytes, now=now,
-        resting=lambda: members.resting.keys() | members.quarantined.keys(), packed=members.read_packed,
+        resting=lambda: members.resting.keys() | members.quarantined.keys(), packed=members.all_read,
     )
     served.resume(rule.checkpoint)
     budget = Budget(

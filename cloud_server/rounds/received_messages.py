@@ -11,7 +11,7 @@ from cloud_server.rounds.parts import Parts
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report
-from fleet_core.protocol.round_messages import UpdateRef, UploadManifest
+from fleet_core.protocol.round_messages import WHOLE, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.secure_messages import KEYS, REVEALED, SHARES
 
 MAX_OFFER_BYTES = 1 << 26
@@ -59,6 +59,13 @@ class DeviceMessages:
             except MessageError as error:
                 return self._parts.receiver.on_unreadable_offer(name, number, str(error))
             self._parts.receiver.on_offer(name, number, offer)
+        elif address.kind == "up" and address.part == WHOLE:
+            self._parts.waiting.chunk_came(name)
+            try:
+                offer, data = whole_update(payload)
+            except MessageError as error:
+                return self._parts.receiver.on_unreadable_offer(name, number, str(error))
+            self._parts.receiver.on_whole(name, number, offer, data)
         elif address.kind == "up" and address.part in (KEYS, SHARES, REVEALED):
             self._parts.waiting.chunk_came(name)
             self._parts.secure.on_message(name, number, address.part, payload)

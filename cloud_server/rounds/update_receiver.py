@@ -122,20 +122,32 @@ class UpdateReceiver:
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def on_offer(self, device: str, number: int, manifest: UploadManifest) -> None:
+        if self._wanted(device, number, manifest):
+            try:
+                self._uploads.offer(device, number, manifest)
+            except MessageError as error:
+                self._refuse(device, number, manifest, str(error))
+
+    def on_whole(self, device: str, number: int, manifest: UploadManifest, data: bytes) -> None:
+        """Takes an update that came with its offer; ``data`` has been compared with its id."""
+        if self._wanted(device, number, manifest):
+            self._uploads.drop(device)
+            self._take(device, number, manifest, data)
+
+    def _wanted(self, device: str, number: int, manifest: UploadManifest) -> bool:
+        """Whether to take an update that is offered; if not, tells the device why."""
         opened = self._rounds.open
         if opened is not None and number == opened.number and device in opened.received:
             same = opened.received[device].id == manifest.id
-            return self._tell(device, Down("done" if same else "reject", number, manifest.id, ok=same,
-                                           reason="" if same else "another update of this round is here already"))
-        if self.was_counted(device, number, manifest.id):
-            return self._tell(device, Down("done", number, manifest.id))  # our first answer was lost
-        reason = self._refusal(device, number, manifest)
-        if not reason:
-            try:
-                return self._uploads.offer(device, number, manifest)
-            except MessageError as error:
-                reason = str(error)
-        self._refuse(device, number, manifest, reason)
+            self._answer(device, Down("done" if same else "reject", number, manifest.id, ok=same,
+                                      reason="" if same else "another update of this round is here already"))
+        elif self.was_counted(device, number, manifest.id):
+            self._answer(device, Down("done", number, manifest.id))  # our first answer was lost
+        elif reason := self._refusal(device, number, manifest):
+            self._refuse(device, number, manifest, reason)
+        else:
+            return True
+        return False
 
     def on_unreadable_offer(self, device: str, number: int, reason: str) -> None:
         """The round does not wait for this device, and its note says why."""
@@ -155,12 +167,22 @@ class UpdateReceiver:
                 raise
             reason = f"{WRONG_CHUNKS} chunks were not as announced, at last: {error}"
             return self._refuse(device, number, manifest, reason)
-        opened = self._rounds.open
-        if whole is None or opened is None:
+        if whole is None:
             return
         manifest, inbox = whole
         try:
             data = inbox.take()
+        except MessageError as error:
+            return self._refuse(device, number, manifest, str(error))
+        self._take(device, number, manifest, data)
+
+    def _take(self, device: str, number: int, manifest: UploadManifest, data: bytes) -> None:
+        """Checks the bytes of an update of the open round, and stores them in the spool."""
+        opened = self._rounds.open
+        if opened is None:
+            return
+        try:
+            manifest.blob.check(self.max_upload_bytes)
             measure = self._verify(opened, device, manifest, data)
         except FleetError as error:
             return self._refuse(device, number, manifest, str(error))
@@ -168,7 +190,12 @@ class UpdateReceiver:
         self._spool.put(number, device, manifest, data)
         opened.receive(device, manifest, measure)
         self._say_cut(device, manifest)
-        self._tell(device, Down("done", number, manifest.id))
+        self._answer(device, Down("done", number, manifest.id))
+
+    def _answer(self, device: str, down: Down) -> None:
+        """Ends an upload."""
+        self._members.answered(device)
+        self._tell(device, down)
 
     def _say_cut(self, device: str, manifest: UploadManifest) -> None:
         """Logs once per device that its board cannot train with the round's batch sizes."""
@@ -247,7 +274,7 @@ class UpdateReceiver:
         self._log(f"round {number}: {device}: update refused: {reason}")
         if not late:
             self._audit.refused(device, f"update of round {number}: {reason}")
-        self._tell(device, Down("reject", number, manifest.id, ok=False, reason=reason))
+        self._answer(device, Down("reject", number, manifest.id, ok=False, reason=reason))
 
     def _row(self, number: int, device: str, manifest: UploadManifest, status: str, reason: str = "") -> Update:
         return Update(

@@ -1,4 +1,8 @@
-"""Offers one pending update and sends the chunks that the aggregator grants, until ``done`` or ``reject``."""
+"""Offers one pending update and sends the chunks that the aggregator grants, until ``done`` or ``reject``.
+
+A small update goes with its first offer, if the aggregator takes it so. If that is lost, the update is offered and sent
+in chunks: then the aggregator decides when it can take the bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fleet_core.base.backoff import Backoff
-from fleet_core.base.errors import LinkError
+from fleet_core.base.errors import LinkError, StateError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import chunks, messages, topics
 from fleet_core.protocol.device_messages import Down
-from fleet_core.protocol.round_messages import UploadManifest
+from fleet_core.protocol.round_messages import WHOLE, UploadManifest, with_its_bytes
 
 SILENCE_S, MOST_SILENCE_S = 2.0, 60.0
 QUEUED_S = 60.0  # after "not yet", the time in which the aggregator should grant chunks
@@ -42,19 +46,26 @@ class Uploader:
         unanswered: Callable[[int], None] = lambda round_number: None,
     ):
         self._fleet, self._device, self._link, self._clock, self._book = fleet, device, link, clock, book
-        self._unanswered, self.packed = unanswered, False
+        self._unanswered, self.packed = unanswered, messages.PLAIN
         self._backoff = Backoff(device, clock, SILENCE_S, MOST_SILENCE_S)
         self._pending: Offer | None = None
         self._queued_at: float | None = None
+        self._sent_whole = ""  # id of the last update that went with its offer
 
     @property
     def active(self) -> bool:
         return self._pending is not None
 
-    def offer(self, pending: Offer) -> None:
+    def offer(self, pending: Offer, whole: int = 0) -> bool:
+        """whole: bytes of the largest update that may go with its offer (``UploadRules``). Returns whether it did."""
         self._pending, self._queued_at = pending, None
         self._backoff.reset()
+        blob = pending.upload.blob
+        if blob.n == 1 and blob.size <= whole and self._sent_whole != blob.id and self._send_whole(pending):
+            self._sent_whole = blob.id
+            return True
         self._send_offer()
+        return False
 
     def stop(self) -> None:
         self._pending = None
@@ -90,10 +101,24 @@ class Uploader:
         return self._backoff.expired
 
     def _send_offer(self) -> None:
-        if self._pending is None or not self._link.connected:
-            return
-        topic = topics.upload(self._fleet, self._device, self._pending.round, "m")
+        if self._pending is not None:
+            self._publish(self._pending, "m", messages.encode(self._pending.upload, packed=self.packed))
+
+    def _send_whole(self, pending: Offer) -> bool:
         try:
-            self._link.publish(topic, messages.encode(self._pending.upload, packed=self.packed))
+            data = pending.chunk(0)
+        except StateError:
+            return False  # read again when it is asked for
+        if not self._publish(pending, WHOLE, with_its_bytes(pending.upload, data, packed=self.packed), qos=0):
+            return False
+        self._book(len(data))
+        return True
+
+    def _publish(self, pending: Offer, part: str, message: bytes, *, qos: int = 1) -> bool:
+        if not self._link.connected:
+            return False
+        try:
+            self._link.publish(topics.upload(self._fleet, self._device, pending.round, part), message, qos=qos)
         except LinkError:
-            return  # the link is full: offered again later
+            return False  # the link is full: offered again later
+        return True

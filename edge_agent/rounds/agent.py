@@ -257,7 +257,7 @@ class Agent:
         if presence.st != "on":
             self._server_away = True
             return
-        self._reporter.packed = self._uploader.packed = presence.packed
+        self._reporter.packed = self._uploader.packed = presence.reads
         away, self._server_away = self._server_away, False
         first, restarted = not self._server_boot, presence.boot != self._server_boot
         self._server_boot = presence.boot

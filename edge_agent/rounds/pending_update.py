@@ -30,7 +30,7 @@ class PendingUpdates:
         self._device, self._boot = device, boot
         self._home, self._uploader, self._fetcher = home, uploader, fetcher
         self._reporter, self._log = reporter, log
-        self._offered_seq = -1
+        self._offered_seq, self._whole = -1, 0
         self.pending: Pending | None = home.pending()
 
     def take(self, begun: Manifest, manifest: Manifest | None, cost: Callable[[int], Cost]) -> None:
@@ -45,13 +45,13 @@ class PendingUpdates:
         self._offer(manifest, self.pending)
 
     def _offer(self, manifest: Manifest, pending: Pending) -> None:
-        self._offered_seq = manifest.seq
-        self._reporter.enter("upload")
+        self._offered_seq, self._whole = manifest.seq, manifest.up.whole
         rules = manifest.up.secure
         if rules is None and exponent_of(pending.upload.codec) is not None:
             return self._discard(pending)  # made to be masked, and this round sums in the open now
         if rules is None or pending.upload.secure == rules.session:
-            return self._uploader.offer(pending)
+            return self._reporter.enter("upload", known=self._uploader.offer(pending, self._whole))
+        self._reporter.enter("upload")
         self._uploader.stop()
         self._join(manifest, pending)
 
@@ -73,7 +73,7 @@ class PendingUpdates:
             return self._fail(error)
         if masked is not None:
             self.pending = masked
-            self._uploader.offer(masked)
+            self._uploader.offer(masked, self._whole)
 
     def _fail(self, error: MessageError) -> None:
         self._log(f"this device takes no part in the sum: {error}")
@@ -96,8 +96,13 @@ class PendingUpdates:
         if not self._uploader.active:
             return
         self._uploader.stop()  # only a signed record decides whether to commit
-        self._reporter.enter("idle" if down.t == "done" else "refused")
+        self._reporter.enter("idle" if down.t == "done" else "refused", known=self._knows_phases())
         self._reporter.report()
+
+    def _knows_phases(self) -> bool:
+        """Whether the aggregator notes by itself that an upload is over, as one that takes whole updates does, and no
+        heartbeat says otherwise."""
+        return self._whole > 0 and self._reporter.said != "upload"
 
     def resolve(self, manifest: Manifest) -> None:
         """Commits or discards where the manifest says which updates were counted; asks where it does not."""

@@ -28,8 +28,9 @@ WORKING = ("train", "upload")
 
 class Reporter:
     """trains: whether this device can train. limits: of its board, which is called ``board``. ``round``: of the current
-    manifest; before the first one it is None and nothing is reported. ``packed``: whether the aggregator reads reports
-    under zstd."""
+    manifest; before the first one it is None and nothing is reported. ``said``: the phase of the last presence or
+    heartbeat. ``packed``: how the aggregator reads reports
+    (``messages.encode``)."""
 
     def __init__(
         self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,
@@ -43,13 +44,14 @@ class Reporter:
         self._backoff = Backoff(self._name, clock, UNHEARD_S, LONGEST_UNHEARD_S)
         self._heard = False
         self.round: int | None = None
-        self.phase = "idle"
-        self.packed = False
+        self.phase = self.said = "idle"
+        self.packed = messages.PLAIN
 
     # Reports ----------------------------------------------------------------------------------------------------------
 
     def report(self, **more: Any) -> None:
-        """Sends costs since the start, with ``more`` fields of ``Report``."""
+        """Sends costs since the start, with ``more`` fields of ``Report``. Costs alone go at QoS 0: the next report has
+        them too."""
         if self.round is None:
             return
         usage = self._accounts.usage()
@@ -65,7 +67,8 @@ class Reporter:
             peak_mib=usage.peak_mib,
             **more,
         )
-        self._send(topics.report(self._fleet, self._name), messages.encode(report, packed=self.packed))
+        data = messages.encode(report, packed=self.packed)
+        self._send(topics.report(self._fleet, self._name), data, qos=1 if more else 0)
 
     def ask(self, what: str, about: str, **more: Any) -> None:
         """Sends a report that wants an answer; again every ``LOOK_S`` until the question changes."""
@@ -106,7 +109,7 @@ class Reporter:
             self._backoff.repeat()
         else:
             self.forgotten()
-        self._last_heartbeat = self._clock()
+        self._last_heartbeat, self.said = self._clock(), self.phase
         presence = Presence(
             st="on",
             boot=self._boot,
@@ -122,6 +125,7 @@ class Reporter:
             base=base,
             chain=True,
             packed=True,
+            dictionary=1,
             parts=True,
             private=True,
             secure=has_certificate(self._settings),
@@ -159,11 +163,14 @@ class Reporter:
         off = messages.encode(Presence(st="off", boot=self._boot, ver=running()))
         self._send(topics.presence(self._fleet, self._name), off, retain=True)
 
-    def enter(self, phase: str) -> None:
-        """Changes the phase and sends a heartbeat."""
+    def enter(self, phase: str, *, known: bool = False) -> None:
+        """Changes the phase and sends a heartbeat. known: the aggregator knows the phase from another message."""
         if phase != self.phase:
             self.phase = phase
-            self._beat()
+            if known:
+                self._last_heartbeat = self._clock()
+            else:
+                self._beat()
 
     def tick(self) -> None:
         """Sends a heartbeat every two seconds while the device trains or uploads."""
@@ -171,9 +178,9 @@ class Reporter:
             self._beat()
 
     def _beat(self) -> None:
-        self._last_heartbeat = self._clock()
+        self._last_heartbeat, self.said = self._clock(), self.phase
         beat = Presence(st="on", boot=self._boot, ph=self.phase, beat=True)
-        self._send(topics.presence(self._fleet, self._name), messages.encode(beat), qos=0)
+        self._send(topics.presence(self._fleet, self._name), messages.encode(beat, packed=self.packed), qos=0)
 
     def _send(self, topic: str, payload: bytes, *, retain: bool = False, qos: int = 1) -> None:
         send(self._link, topic, payload, self._log, retain=retain, qos=qos)

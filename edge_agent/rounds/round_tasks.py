@@ -71,7 +71,7 @@ class RoundTasks:
         else:
             self._accounts.end("adapt")
             self._adapter.stop()
-            self._attempt("serve", lambda: self.serving.adapted(done))
+            self._attempt("serve", lambda: self.serving.adapted(done, self._check.manifest))
         self.advance()
 
     def _on_trained(self, done: Done) -> None:

@@ -35,6 +35,7 @@ class ServedModelUpdate:
         self._accounts, self._reporter = accounts, reporter
         self._trainer, self._adapter, self._jobs, self._log = trainer, adapts, jobs, log
         self._adapting = ""  # id of the model that gradient steps are personalizing now
+        self._asked = -1  # sequence number of the manifest for which they do
         self._told = ""  # id of the model whose evaluation was reported since the start
         self._evaluations: tuple[Evaluation, ...] = ()
         self._alone: Alone | None = None
@@ -74,7 +75,7 @@ class ServedModelUpdate:
         if worker is None:
             return self._evaluate(self._without_trainer(method) if plan.kind == "left" else "")
         self._accounts.begin("adapt")
-        self._adapting = weights.model
+        self._adapting, self._asked = weights.model, manifest.seq
         by_trainer = plan.kind == "trainer"
         worker.submit(Job("adapt", self._jobs.header(manifest)) if by_trainer else self._service.steps(plan))
 
@@ -89,14 +90,18 @@ class ServedModelUpdate:
         self._log(f"{text} ({NO_TRAINER})")
         return text
 
-    def adapted(self, done: Done) -> None:
-        """Takes the result of the gradient steps, unless another model is served by now. Raises RoundError."""
+    def adapted(self, done: Done, manifest: Manifest | None) -> None:
+        """Takes the result of the gradient steps, unless another model is served by now. Raises RoundError if they
+        failed, unless a newer ``manifest`` has come: then they are tried again."""
         adapting, self._adapting = self._adapting, ""
         if adapting != self._service.model:
             return
         if done.error:
             self._service.model = None  # wanted anew with the next manifest
-            raise RoundError(f"personalization failed: {done.error}")
+            error = RoundError(f"personalization failed: {done.error}")
+            if manifest is not None and manifest.seq != self._asked:
+                return self._log(f"serve: {error}")
+            raise error
         used, there = done.header.get("samples"), done.header.get("of", 0)
         if used is not None and used < there:
             self._log(f"personalized on {used} of {there} samples, about as many of each class")

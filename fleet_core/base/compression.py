@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from fleet_core.base.errors import CodecError
@@ -26,15 +27,19 @@ MAGIC = b"\x28\xb5\x2f\xfd"
 """The first bytes of every zstd frame."""
 
 
-def compress(data: bytes | memoryview, level: int | None = None) -> bytes:
-    """level: zstd's, for text; without one as suits weights."""
-    return zstd.compress(data, options=OPTIONS) if level is None else zstd.compress(data, level)
+def compress(data: bytes | memoryview, level: int | None = None, *, dictionary: bytes = b"") -> bytes:
+    """level: zstd's, for text; without one as suits weights. dictionary: bytes that the data resembles; whoever
+    decompresses the frame must have them."""
+    if level is None:
+        return zstd.compress(data, options=OPTIONS)
+    return zstd.compress(data, level, zstd_dict=_dictionary(dictionary))
 
 
-def decompress(data: bytes, limit: int) -> bytes:
+def decompress(data: bytes, limit: int, *, dictionary: bytes = b"") -> bytes:
     """Raises CodecError unless ``data`` is exactly one zstd frame of at most ``limit`` decompressed bytes."""
     window_log = min(max(limit.bit_length(), SMALLEST_WINDOW_LOG), LARGEST_WINDOW_LOG)
-    decompressor = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: window_log})
+    options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: window_log}
+    decompressor = zstd.ZstdDecompressor(_dictionary(dictionary), options)
     try:
         out = decompressor.decompress(data, max_length=limit + 1)
     except zstd.ZstdError as error:
@@ -44,3 +49,8 @@ def decompress(data: bytes, limit: int) -> bytes:
     if not decompressor.eof or decompressor.unused_data:
         raise CodecError("is a zstd frame that is truncated or followed by other bytes")
     return out
+
+
+@functools.lru_cache(maxsize=4)
+def _dictionary(content: bytes) -> zstd.ZstdDict | None:
+    return zstd.ZstdDict(content, is_raw=True) if content else None

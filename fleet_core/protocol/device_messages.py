@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet_core.base.spread import Spread
+from fleet_core.protocol import messages
 from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, ROUND, whole
 from fleet_core.protocol.round_messages import UpdateRef
 from fleet_core.protocol.secure_messages import SecureStep
@@ -14,6 +15,11 @@ MAX_SOURCE, MAX_ABSENT = 200, 16
 """Characters of a source of joules or of a reason why there are none; reasons in a report."""
 MAX_BOARD = 100
 AMOUNT = {"min": 0, "max": 1e12}
+
+
+def reads(packed: bool, dictionary: int) -> int:
+    """What a presence with these fields says that its sender can read, for ``messages.encode``."""
+    return messages.SHORT if packed and dictionary else int(packed)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Presence:
     boot: changes at every start. ph: phase. train: whether it can train. cannot: why it cannot, or empty. most:
     parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. chain: whether
     it takes a model as a ``Chain`` of deltas. beat: this is a heartbeat, of which only the phase counts. packed:
-    whether it reads manifests under zstd. parts: whether it can train a part of a model; None: it does not say.
+    whether it reads manifests under zstd. dictionary: number of the newest dictionary with which it reads them.
+    parts: whether it can train a part of a model; None: it does not say.
     engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
     board: what it is, for people; empty from agents that do not say. private: whether it follows ``PrivacyRules``.
     secure: whether it follows ``SecureRules``: it knows them, and has a certificate. key: id of the newest key of the
@@ -65,6 +72,7 @@ class Presence:
     chain: bool = False
     beat: bool = False
     packed: bool = False
+    dictionary: int = field(default=0, metadata={**whole(1_000), "sparse": True})
     parts: bool | None = None
     engines: tuple[str, ...] = field(default=(), metadata={"max_length": 16})
     board: str = field(default="", metadata={"max_length": MAX_BOARD})
@@ -76,6 +84,10 @@ class Presence:
     moved: int = field(default=0, metadata={**whole(1 << 53), "sparse": True})
     demands_secure: bool = field(default=False, metadata={"sparse": True})
     demands_noise: float = field(default=0.0, metadata={"min": 0, "max": 1e9, "sparse": True})
+
+    @property
+    def reads(self) -> int:
+        return reads(self.packed, self.dictionary)
 
 
 @dataclass(frozen=True)
@@ -230,12 +242,17 @@ class EnrolAnswer:
 @dataclass(frozen=True)
 class ServerPresence:
     """The aggregator's presence. st: on or off. boot: changes at every start. packed: whether it reads reports and
-    offers under zstd."""
+    offers under zstd. dictionary: number of the newest dictionary with which it reads them."""
 
     st: str = field(metadata={"choices": ("on", "off")})
     boot: str = field(default="", metadata={"max_length": 64})
     ver: str = ""
     packed: bool = False
+    dictionary: int = field(default=0, metadata={**whole(1_000), "sparse": True})
+
+    @property
+    def reads(self) -> int:
+        return reads(self.packed, self.dictionary)
 
 
 @dataclass(frozen=True)

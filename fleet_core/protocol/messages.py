@@ -8,8 +8,10 @@ time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fleet_core.base import compression, schema
@@ -18,6 +20,14 @@ from fleet_core.base.errors import CodecError, MessageError
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 1 << 20
 MESSAGE_LEVEL = 12
+PLAIN, PACKED, SHORT = 0, 1, 2
+"""How a message is written, and what a reader says that it can read: JSON; under zstd where that is shorter; with the
+dictionary too."""
+DICTIONARY = Path(__file__).with_name("dictionary-1.txt")
+"""Messages like those of any fleet, whose words zstd then need not send. It never changes; another one would get
+another number, here and in ``SHORT_MARK``."""
+SHORT_MARK = b"\x01"
+"""Before a zstd frame that was made with the dictionary."""
 ID = r"[0-9a-f]{32}"
 
 T = TypeVar("T")
@@ -31,26 +41,45 @@ def whole(maximum: int, minimum: int = 0) -> dict[str, int]:
 ROUND = whole(1_000_000_000)
 
 
-def encode(message: Any, *, packed: bool = False) -> bytes:
+def encode(message: Any, *, packed: int = PLAIN, without: Collection[str] = ()) -> bytes:
     """A message as compact JSON, without the fields that have their default, which a reader takes for missing ones.
-    packed: under zstd where that is shorter, for readers that know it."""
-    plain = json.dumps(_short(message), separators=(",", ":"), allow_nan=False).encode()
-    return min(plain, compression.compress(plain, level=MESSAGE_LEVEL), key=len) if packed else plain
+    packed: what the reader can read, ``PLAIN`` to ``SHORT``. without: keys that the reader knows otherwise."""
+    kept = {key: value for key, value in _short(message).items() if key not in without}
+    text = json.dumps(kept, separators=(",", ":"), allow_nan=False).encode()
+    if packed >= SHORT:
+        return min(text, SHORT_MARK + compression.compress(text, MESSAGE_LEVEL, dictionary=_dictionary()), key=len)
+    return min(text, compression.compress(text, MESSAGE_LEVEL), key=len) if packed else text
 
 
-def decode(cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
-    """Reads JSON, also under zstd, of at most ``limit`` bytes as a ``cls``. Raises MessageError that names the faulty
-    keys."""
+def decode(
+    cls: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES, known: Mapping[str, Any] | None = None,
+) -> T:
+    """Reads JSON in any of the three forms, of at most ``limit`` bytes, as a ``cls``. known: values of keys that the
+    message leaves out (``without``). Raises MessageError that names the faulty keys."""
     if len(data) > limit:
         raise MessageError(f"a message of {len(data)} bytes", expected=f"at most {limit}")
     try:
-        value = json.loads(compression.decompress(data, limit) if data.startswith(compression.MAGIC) else data)
+        value = json.loads(plain(data, limit))
     except (ValueError, RecursionError, CodecError) as error:
         raise MessageError("a message is not JSON") from error
+    if known and isinstance(value, dict):
+        value |= known
     message, problems = schema.read(cls, value, unknown="ignore")
     if message is None:
         raise MessageError(f"a malformed {cls.__name__}: " + "; ".join(map(str, problems[:5])))
     return message
+
+
+def plain(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> bytes:
+    """The JSON of a message. Raises CodecError."""
+    if data.startswith(SHORT_MARK):
+        return compression.decompress(data[len(SHORT_MARK):], limit, dictionary=_dictionary())
+    return compression.decompress(data, limit) if data.startswith(compression.MAGIC) else data
+
+
+@functools.lru_cache(maxsize=1)
+def _dictionary() -> bytes:
+    return DICTIONARY.read_bytes()
 
 
 def _short(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The messages of a round: the manifest that opens it, and the manifest of an upload."""
+"""The messages of a round: the manifest that opens it, the manifest of an upload, and a whole update."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleet_core.base import schema
+from fleet_core.base.errors import MessageError
+from fleet_core.protocol import messages
 from fleet_core.protocol.chunks import MAX_BLOB_BYTES, Blob
 from fleet_core.protocol.messages import ID, ROUND, whole
 from fleet_core.protocol.secure_messages import SecureRules
@@ -13,6 +16,10 @@ from fleet_core.protocol.secure_messages import SecureRules
 MAX_NORM = 1e30
 PLACES = {"max_length": 60_000, "pattern": r"[0-9,-]+"}
 """Places in a layout as text; enough for every other one of 10,000 arrays."""
+WHOLE = "w"
+"""Stands for the chunk's number in the topic of a whole update."""
+ID_BYTES, LENGTH_BYTES = 16, 4
+SMALLEST_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -88,14 +95,16 @@ class PrivacyRules:
 class UploadRules:
     """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first.
     least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is.
-    privacy: None for updates as they are. secure: the rules of secure aggregation; None for none."""
+    privacy: None for updates as they are. secure: the rules of secure aggregation; None for none. whole: bytes of the
+    largest update that may come with its offer, in one message."""
 
     max: int = field(default=1 << 28, metadata=whole(MAX_BLOB_BYTES, 1))
-    chunk: int = field(default=61440, metadata=whole(1 << 24, 1024))
+    chunk: int = field(default=61440, metadata=whole(1 << 24, SMALLEST_CHUNK))
     codecs: tuple[str, ...] = ("fp32",)
     least_norm: float = field(default=0.0, metadata={"min": 0, "max": MAX_NORM})
     privacy: PrivacyRules | None = None
     secure: SecureRules | None = None
+    whole: int = field(default=0, metadata=whole(1 << 24))
 
     @property
     def local_noise(self) -> float:
@@ -211,6 +220,25 @@ class UploadManifest:
     @property
     def id(self) -> str:
         return self.blob.id
+
+
+def with_its_bytes(upload: UploadManifest, data: bytes, *, packed: int) -> bytes:
+    """A whole update in one message: its id, the length of its offer, the offer without ``blob``, and the bytes."""
+    offer = messages.encode(upload, packed=packed, without=("blob",))
+    return bytes.fromhex(upload.id) + len(offer).to_bytes(LENGTH_BYTES, "big") + offer + data
+
+
+def whole_update(message: bytes) -> tuple[UploadManifest, bytes]:
+    """Reads ``with_its_bytes``. Raises MessageError unless the bytes are those that the id names."""
+    begin = ID_BYTES + LENGTH_BYTES
+    end = begin + int.from_bytes(message[ID_BYTES:begin], "big")
+    data = message[end:]
+    if not data:
+        raise MessageError(f"a whole update of {len(message)} bytes", expected="its id, its offer and its bytes")
+    blob = Blob.of(data, max(len(data), SMALLEST_CHUNK))
+    if bytes.fromhex(blob.id) != message[:ID_BYTES]:
+        raise MessageError("a whole update does not match its id")
+    return messages.decode(UploadManifest, message[begin:end], known={"blob": schema.plain(blob)}), data
 
 
 def mark(round_number: int, device: str, update_id: str) -> str:

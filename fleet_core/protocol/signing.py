@@ -1,10 +1,12 @@
-"""Ed25519 signatures: ``ed25519:<key id>:<signature>`` and a newline, followed by the exact bytes that are signed.
+"""Ed25519 signatures: ``ed25519:<key id>:<signature>`` and a newline, followed by the exact bytes that are signed. The
+signature is 128 hex digits; 80 characters of base 85 where the body is a short message (``messages.SHORT``).
 
 Only the aggregator has the private key; agents have the public key, so a compromised broker cannot push a model.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +17,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from fleet_core.base import storage
 from fleet_core.base.errors import ConfigError, MessageError, StateError
+from fleet_core.protocol import messages
 
 KEY_BYTES = 32
 EXPECTED = "64 hex digits"
 MAX_FILE_BYTES = 1024
-SIGNATURE_HEX = 128
+SIGNATURES: dict[int, Callable[[str], bytes]] = {128: bytes.fromhex, 80: base64.b85decode}
+"""How a signature of so many characters is read."""
 LOST_KEY = "restore the fleet's folder from a backup, or make a new fleet in an empty folder with 'metafleet init'"
 
 
@@ -36,7 +40,9 @@ class Signer:
         self.public = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
 
     def sign(self, body: bytes) -> bytes:
-        return f"ed25519:{key_id(self.public)}:{self._key.sign(body).hex()}\n".encode() + body
+        made = self._key.sign(body)
+        written = base64.b85encode(made).decode() if body.startswith(messages.SHORT_MARK) else made.hex()
+        return f"ed25519:{key_id(self.public)}:{written}\n".encode() + body
 
     @staticmethod
     def create(path: Path, write: Callable[[Path, bytes], None] = write_secret) -> Signer:
@@ -95,12 +101,12 @@ class Verifier:
         """The signed bytes. Raises MessageError unless this key signed exactly these bytes."""
         line, newline, body = message.partition(b"\n")
         parts = line.decode("ascii", "replace").split(":")
-        if not newline or len(parts) != 3 or parts[0] != "ed25519" or len(parts[2]) != SIGNATURE_HEX:
+        if not newline or len(parts) != 3 or parts[0] != "ed25519" or len(parts[2]) not in SIGNATURES:
             raise MessageError("carries no Ed25519 signature")
         if parts[1] != self.id:
             raise MessageError(f"is signed by key {parts[1][:16]}", expected=f"key {self.id}")
         try:
-            self._key.verify(bytes.fromhex(parts[2]), body)
+            self._key.verify(SIGNATURES[len(parts[2])](parts[2]), body)
         except (InvalidSignature, ValueError) as error:
             raise MessageError("has a signature that does not match") from error
         return body

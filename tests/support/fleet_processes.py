@@ -19,14 +19,13 @@ from cloud_server.ledger.ledger_tables import Evaluation, Round, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.running import in_one_process
 from fleet_core.algorithms.interface import ClientState
-from fleet_core.base import compression, storage, trees
+from fleet_core.base import storage, trees
 from fleet_core.base.errors import CodecError, StateError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.samples import save
 from fleet_core.link.interface import Message
 from fleet_core.link.mqtt import MqttLink, parse_url
-from fleet_core.protocol import topics
-from fleet_core.protocol.messages import MAX_MESSAGE_BYTES
+from fleet_core.protocol import messages, topics
 from tests.support import waiting
 from tests.support.inprocess import config_text, toy, world
 from tests.support.programs import Program, Programs, command_of, descendants, edge_agent, metafleet
@@ -84,12 +83,10 @@ class BrokerMonitor:
 
 
 def json_of(message: Message) -> dict[str, Any]:
-    """The JSON body of a message, without its signature and zstd."""
+    """The JSON of a message, without its signature."""
     body = message.payload.split(b"\n", 1)[-1] if message.payload.startswith(b"ed25519:") else message.payload
     try:
-        if body.startswith(compression.MAGIC):
-            body = compression.decompress(body, MAX_MESSAGE_BYTES)
-        decoded = json.loads(body)
+        decoded = json.loads(messages.plain(body))
     except (ValueError, CodecError):
         return {}
     return decoded if isinstance(decoded, dict) else {}

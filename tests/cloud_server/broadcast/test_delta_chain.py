@@ -18,7 +18,6 @@ from cloud_server.records.checkpoint import Checkpoint, Checkpoints, Delta
 from edge_agent.device.manifest_method import method_of
 from fleet_core.algorithms.interface import ServerState
 from fleet_core.base import storage, trees
-from fleet_core.base.compression import MAGIC, decompress
 from fleet_core.link.interface import Message
 from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.model import payloads
@@ -302,7 +301,7 @@ def of_the_version_before(agent: Any) -> None:
     send, models = agent._reporter._send, agent._tasks.models
 
     def without(topic: str, payload: bytes, **more: Any) -> None:
-        content = json.loads(decompress(payload, 1 << 20) if payload.startswith(MAGIC) else payload)
+        content = json.loads(messages.plain(payload))
         content.pop("base" if "want" in content else "chain", None)
         send(topic, json.dumps(content).encode(), **more)
 

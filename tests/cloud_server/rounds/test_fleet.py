@@ -50,7 +50,7 @@ from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.protocol import chunks, device_messages, messages, topics
 from fleet_core.protocol.chunks import Blob, cut
 from fleet_core.protocol.device_messages import Answer, Down, Presence, Question, ServerPresence
-from fleet_core.protocol.round_messages import Manifest, UpdateRef, UploadManifest
+from fleet_core.protocol.round_messages import WHOLE, Manifest, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.signing import Signer
 from fleet_core.training.local_round import TrainResult
 from tests.support.deaths import Death, deadly
@@ -256,14 +256,17 @@ def test_devices_that_commit_without_being_counted_would_be_noticed(fleet):
 # c. death at any moment ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[("", 0.0), ("", 0.6), ('only = ["layers.0.weight"]', 0.0), ('freeze = "auto"', 0.0)],
-                ids=["all are sent", "one is too small", "part", "auto"])
+@pytest.fixture(params=[("", 0.0), ("", 0.0, 0), ("", 0.6), ('only = ["layers.0.weight"]', 0.0),
+                        ('freeze = "auto"', 0.0)],
+                ids=["all are sent", "in chunks", "one is too small", "part", "auto"])
 def founded(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     """A fleet that has not run yet, with two devices' samples. In round 2 one of them has too little to send, or not; a
-    schedule freezes from then on."""
+    schedule freezes from then on. Updates come whole, or in chunks."""
     monkeypatch.setattr(choose_frozen, "WINDOW", 1)
     monkeypatch.setattr(choose_frozen, "SMALL", 2.0)
-    return founded_fleet(tmp_path, *request.param)
+    for in_all in request.param[2:]:
+        monkeypatch.setattr(manifests, "WHOLE_IN_ALL", in_all)
+    return founded_fleet(tmp_path, *request.param[:2])
 
 
 def founded_fleet(tmp_path: Path, train: str = "", skip_below: float = 0.0, *, train_graph: bool = False) -> World:
@@ -911,7 +914,8 @@ def test_a_late_update_is_recorded_as_late_and_its_state_discarded(fleet):
     check_duals(w, feedback=True)
 
 
-def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet):
+def test_an_upload_that_is_cut_off_by_the_end_of_the_round_is_late(fleet, monkeypatch):
+    monkeypatch.setattr(manifests, "WHOLE_IN_ALL", 0)
     faults = BrokerFaults()
     w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 5", link="chunk_bytes = 1024")
     lift = faults.drop("/a/d0/up/1/0")
@@ -1036,16 +1040,21 @@ def test_an_open_round_is_looked_over_ten_times_a_second_and_not_at_every_messag
     assert 9 <= len(looks) <= 11
 
 
-def test_a_manifest_goes_under_zstd_until_a_device_comes_that_does_not_read_it(fleet):
+def test_a_manifest_takes_the_shortest_form_that_every_device_that_is_on_reads(fleet):
     def body() -> bytes:
         return w.broker.retained[topics.current(w.name)].partition(b"\n")[2]
 
     w = fleet(rounds=3, devices=2)
     start(w, "d0", "d1")
     assert w.pump(lambda: w.closed() == 1)
-    assert body().startswith(MAGIC)
+    assert body().startswith(messages.SHORT_MARK)
     packed = messages.decode(Manifest, body())
     older = Presence("on", "boot", methods=dict.fromkeys(METHODS, 1), codecs=("fp32", "int8"))
+    old = replace(older, boot="boot2", packed=True, train=False)
+    w.broker.publish(topics.presence(w.name, "old"), messages.encode(old), retain=True)
+    w.step(0.1)
+    assert body().startswith(MAGIC)
+    assert messages.decode(Manifest, body()).seq > packed.seq
     w.broker.publish(topics.presence(w.name, "older"), messages.encode(older), retain=True)
     w.step(0.1)
     assert body().startswith(b"{")
@@ -1055,11 +1064,18 @@ def test_a_manifest_goes_under_zstd_until_a_device_comes_that_does_not_read_it(f
     w.broker.publish(topics.presence(w.name, "older"), messages.encode(Presence("off", "boot", ver="1")), retain=True)
     assert w.pump(lambda: w.closed() == 3)
     assert body().startswith(MAGIC), "it has gone"
+    w.kill_server()
+    assert w.start_server()._members.all_read() == messages.PACKED, "the ledger says who was on"
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["this version", "the version before"])
-def test_reports_and_offers_go_under_zstd_to_an_aggregator_that_reads_it(fleet, monkeypatch, reads):
-    monkeypatch.setattr(server_messages, "ServerPresence", lambda **given: ServerPresence(**{**given, "packed": reads}))
+@pytest.mark.parametrize(
+    ("reads", "first"),
+    [({}, messages.SHORT_MARK), ({"dictionary": 0}, MAGIC), ({"packed": False, "dictionary": 0}, b"{")],
+    ids=["this version", "the version before", "an older one"],
+)
+def test_reports_and_offers_take_the_shortest_form_that_the_aggregator_reads(fleet, monkeypatch, reads, first):
+    monkeypatch.setattr(server_messages, "ServerPresence", lambda **given: ServerPresence(**{**given, **reads}))
+    monkeypatch.setattr(manifests, "WHOLE_IN_ALL", 0)
     w, seen = fleet(rounds=2, devices=1), []
 
     def see(client, message):
@@ -1071,7 +1087,7 @@ def test_reports_and_offers_go_under_zstd_to_an_aggregator_that_reads_it(fleet, 
     assert w.pump(lambda: w.closed() == 2)
     sent = [one.payload for one in seen if one.topic.endswith(("/rep", "/m"))]
     assert len(sent) >= 4
-    assert {one.startswith(MAGIC) for one in sent} == {reads}
+    assert {one.startswith(first) for one in sent} == {True}
 
 
 @pytest.mark.slow
@@ -1141,7 +1157,8 @@ def test_a_device_that_is_killed_is_off_within_a_second_by_its_will(fleet):
     assert w.clock.seconds - killed <= 1
 
 
-def test_an_upload_that_waits_for_its_turn_is_not_taken_for_dead(fleet):
+def test_an_upload_that_waits_for_its_turn_is_not_taken_for_dead(fleet, monkeypatch):
+    monkeypatch.setattr(manifests, "WHOLE_IN_ALL", 0)
     faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
     lift = faults.drop("/a/d0/dn")
@@ -1171,10 +1188,15 @@ def test_below_quorum_the_round_waits_on_beyond_its_deadline(fleet):
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"),
-    [("/up/1/m", "no offer came"), ("/up/1/0", "offered, but no chunk came after [2-9] grants")],
+    ("lost", "whole", "said"),
+    [("/up/1/m", False, "no offer came"), ("/up/1/0", False, "offered, but no chunk came after [2-9] grants"),
+     ("/up/1/", True, "no offer came")],
 )  # fmt: skip
-def test_a_device_whose_publishes_the_broker_swallows_is_named_with_the_likely_cause(fleet, lost, said):
+def test_a_device_whose_publishes_the_broker_swallows_is_named_with_the_likely_cause(
+    fleet, lost, whole, said, monkeypatch
+):
+    if not whole:
+        monkeypatch.setattr(manifests, "WHOLE_IN_ALL", 0)
     faults = BrokerFaults()
     w = fleet(rounds=1, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 15\nquorum = 1.0",
               link="chunk_bytes = 65536")
@@ -1352,7 +1374,8 @@ def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
             name = next(n for n, a in w.agents.items() if a.boot == client)
             down[name] = down.get(name, 0) + len(message.payload)
         elif "/up/" in message.topic and parts[-1] != "m":
-            up[parts[3]] = up.get(parts[3], 0) + len(message.payload)
+            data = whole_update(message.payload)[1] if parts[-1] == WHOLE else message.payload
+            up[parts[3]] = up.get(parts[3], 0) + len(data)
     booked = {name: volume.payload for name, volume in w.server.ledger.volume("device").items()}
     assert {name: volume.up for name, volume in booked.items() if volume.up} == up
     assert {name: volume.down for name, volume in booked.items()} == down

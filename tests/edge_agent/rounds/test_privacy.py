@@ -37,7 +37,7 @@ from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Question
-from fleet_core.protocol.round_messages import UploadManifest
+from fleet_core.protocol.round_messages import WHOLE, UploadManifest, whole_update
 from tests.support.inprocess import CLASSES, World, config_text, toy, world
 from tests.support.stand_ins import FakeDevice
 from tests.support.world_checks import finished
@@ -115,6 +115,9 @@ class Wire:
                 number, _, part = round_part.partition("/")
                 if part == "m":
                     manifests[number] = messages.decode(UploadManifest, payload)
+                elif part == WHOLE:
+                    manifests[number], data = whole_update(payload)
+                    parts[number] = {0: data}
                 else:
                     parts.setdefault(number, {})[int(part)] = payload
         assert manifests.keys() == parts.keys()

@@ -50,7 +50,7 @@ from fleet_core.personalization.gaussian_process import Processes
 from fleet_core.personalization.nearest import Neighbours, softmax
 from fleet_core.protocol import messages, round_messages, topics
 from fleet_core.protocol.device_messages import Answer
-from fleet_core.protocol.round_messages import Manifest, PerDevice, UploadManifest
+from fleet_core.protocol.round_messages import WHOLE, Manifest, PerDevice, UploadManifest, whole_update
 from tests.support.inprocess import CLASSES, World, config_text, toy, without_fsync, world
 from tests.support.paths import ROOT
 from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer
@@ -433,6 +433,9 @@ def crossed(w: World, seen: list[tuple[str, Message]]) -> tuple[dict[int, Manife
             parts.setdefault(address.key, {})[topics.number(address.part) or 0] = message.payload
         elif address.kind == "up" and address.part == "m":
             offers[number, address.device] = messages.decode(UploadManifest, message.payload)
+        elif address.kind == "up" and address.part == WHOLE:
+            offers[number, address.device], data = whole_update(message.payload)
+            chunks.setdefault((number, address.device), {})[0] = data
         elif address.kind == "up":
             chunks.setdefault((number, address.device), {})[topics.number(address.part) or 0] = message.payload
     blobs = {name: b"".join(found[k] for k in sorted(found)) for name, found in parts.items()}
