@@ -66,7 +66,7 @@ class Members:
         self._awaited: set[str] = set()
         self._members: set[str] = set()
         self._ready: set[str] = set()
-        self._reads: dict[str, int] = {}
+        self._reads_less: dict[str, int] = {}
         self.resting: Mapping[str, str] = {}
         self.quarantined: Mapping[str, str] = quarantined
         self.leaves = int(ledger.fact("leaves") or "0")
@@ -76,7 +76,7 @@ class Members:
                 self._awaited.add(device.name)
             if device.state == "on":
                 told = device.capabilities
-                self._reads[device.name] = reads(bool(told.get("packed")), int(told.get("dictionary", 0)))
+                self._know_reads(device.name, reads(bool(told.get("packed")), int(told.get("dictionary", 0))))
 
     # Questions --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Members:
 
     def all_read(self) -> int:
         """What every device that is on, or was on when the aggregator restarted, can read (``messages.encode``)."""
-        return min(self._reads.values(), default=messages.SHORT)
+        return min(self._reads_less.values(), default=messages.SHORT)
 
     def awaited(self) -> bool:
         """Whether a member that was on before the aggregator restarted has sent nothing since."""
@@ -255,10 +255,7 @@ class Members:
             known.boot, known.base, known.chain = presence.boot, intern(presence.base), presence.chain
         self.heard(name)
         self._awaited.discard(name)
-        if presence.st == "on":
-            self._reads[name] = presence.reads
-        else:
-            self._reads.pop(name, None)
+        self._know_reads(name, presence.reads if presence.st == "on" else messages.SHORT)
         able = name in self._members and presence.st == "on" and not self._cannot(presence)
         (self._ready.add if able else self._ready.discard)(name)
 
@@ -311,4 +308,11 @@ class Members:
                 group.discard(name)
         if not enrolled:
             known.state = ""
-            self._reads.pop(name, None)
+            self._know_reads(name, messages.SHORT)
+
+    def _know_reads(self, name: str, what: int) -> None:
+        """Keeps only the devices that read less than all forms of messages."""
+        if what < messages.SHORT:
+            self._reads_less[name] = what
+        else:
+            self._reads_less.pop(name, None)
