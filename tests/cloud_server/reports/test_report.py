@@ -361,6 +361,16 @@ def test_no_color_on_a_terminal_asks_for_plain_lines(
     assert len(terminal.getvalue().splitlines()) == 2
 
 
+def test_eighty_columns_hold_the_whole_table(ledger: Ledger) -> None:
+    fill(ledger, rounds=2)
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(LiveView(30, io.StringIO()).table(snapshot(ledger)))
+    seen = stream.getvalue()
+    assert max(map(len, seen.splitlines())) <= 80
+    assert [name for name in (*NAMES, "round 2/30", "118 (new)") if name not in seen] == []
+    assert "…" not in seen
+
+
 def test_the_table_of_a_fleet_that_has_not_begun_and_of_a_large_one(ledger: Ledger) -> None:
     def shown() -> str:
         stream = io.StringIO()
