@@ -7,7 +7,7 @@ import hashlib
 import json
 import string
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -41,6 +41,8 @@ from fleet_core.protocol.round_messages import (
     UpdateRef,
     UploadManifest,
     UploadRules,
+    whole_update,
+    with_its_bytes,
 )
 from fleet_core.protocol.signing import Signer, Verifier, load_public
 
@@ -206,6 +208,23 @@ def test_a_report_takes_a_third_of_its_bytes_with_the_dictionary():
     )
     sizes = [len(messages.encode(report, packed=form)) for form in (messages.PACKED, messages.SHORT)]
     assert 3 * sizes[1] < sizes[0]
+
+
+@given(uploads, st.binary(min_size=1, max_size=300), st.sampled_from([messages.PLAIN, messages.PACKED, messages.SHORT]))
+@settings(max_examples=40, deadline=None)
+def test_a_whole_update_is_read_as_it_was_written(upload, data, form):
+    made = replace(upload, blob=Blob.of(data, 1024))
+    assert whole_update(with_its_bytes(made, data, packed=form)) == (made, data)
+
+
+@given(uploads, st.binary(min_size=1, max_size=60), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_whole_update_with_another_byte_is_refused_or_has_the_same_bytes(upload, data, drawn):
+    written = bytearray(with_its_bytes(replace(upload, blob=Blob.of(data, 1024)), data, packed=messages.PLAIN))
+    at = drawn.draw(st.integers(0, len(written) - 1))
+    written[at] = drawn.draw(st.integers(0, 255).filter(lambda new: new != written[at]))
+    with contextlib.suppress(MessageError):
+        assert whole_update(bytes(written))[1] == data, "another offer, which is checked as any other"
 
 
 def test_a_field_that_has_its_default_is_not_sent():
