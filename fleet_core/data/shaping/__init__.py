@@ -1,5 +1,4 @@
 """Turns what sensors give into samples of the shape that a fleet has, by the same functions in training and on devices.
 
-``resize`` brings images to one size, ``resample`` series to one rate; ``sound`` makes spectrograms. ``live`` cuts
-windows from readings as they come.
+``resize`` brings images to one size, ``resample`` series to one rate; ``sound`` makes spectrograms.
 """

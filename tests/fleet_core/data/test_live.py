@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fleet_core.base.errors import DataError
 from fleet_core.data import samples, unlabelled
+from fleet_core.data.live import Cutter, Cutting, Readings, Taken
 from fleet_core.data.shaping import sound
-from fleet_core.data.shaping.live import Cutter, Cutting, Readings, Taken
 from fleet_core.data.shaping.resample import Resampler
 from fleet_core.model.layout import InputSpec
 from tests.support import sounds
@@ -23,7 +23,7 @@ STEP_S = 0.02
 
 def in_pieces(cutter: Cutter, values: np.ndarray, cuts: list[int], *, timed: bool = False) -> list[Taken]:
     """What the cutter makes of readings [n, C] that come in pieces of these sizes."""
-    made, at, time = list[Taken](), 0, np.arange(len(values)) * STEP_S
+    made, at, time = list[Taken](), 0, np.arange(len(values)).astype(np.float64) * STEP_S
     for size in (*cuts, len(values)):
         made += cutter.more(Readings(values[at : at + size], time[at : at + size], timed=timed))
         at += size
@@ -68,7 +68,7 @@ def test_windows_of_readings_are_those_of_the_file(tmp_path: Path, stride: int |
 def test_labels_and_gaps_end_a_window_as_in_the_file(tmp_path: Path) -> None:
     values = np.round(RNG.normal(size=(50, 1)), 4)
     labels = ["on"] * 18 + ["off"] * 14 + [""] * 9 + ["on"] * 9
-    time = np.arange(50) * STEP_S + np.where(np.arange(50) >= 10, 1.0, 0.0)
+    time = np.arange(50).astype(np.float64) * STEP_S + np.where(np.arange(50) >= 10, 1.0, 0.0)
     rows = [f"{t!r},{v[0]!r},{label}" for t, v, label in zip(time.tolist(), values.tolist(), labels, strict=True)]
     (tmp_path / "r.csv").write_text("\n".join(["time,v,label", *rows]))
     spec = InputSpec((1, 4))

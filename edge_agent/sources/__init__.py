@@ -1,0 +1,5 @@
+"""Sources: sensors whose readings become samples of the device, without a program of the user's own. docs/sources.md
+
+``interface`` is what a source is. ``text_lines`` reads lines of text, for ``command``; ``folder`` takes files.
+``running`` runs them all beside the agent and stores what they give.
+"""
