@@ -80,6 +80,18 @@ def open_feed(source: Source, name: str, home: Path, settings: Settings, spec: I
         from edge_agent.sources.folder import FolderFeed
 
         return FolderFeed(source, home, spec, source.stride or settings.data.stride, home / f"sources-{name}.taken")
+    if isinstance(source, kinds.SerialSource):
+        from edge_agent.sources.serial_port import SerialFeed
+
+        return SerialFeed(source, home)
+    if isinstance(source, kinds.MqttSource):
+        from edge_agent.sources.topic import TopicFeed
+
+        return TopicFeed(source, home, settings)
+    if isinstance(source, kinds.IioSource):
+        from edge_agent.sources.iio import IioFeed
+
+        return IioFeed(source)
     raise ConfigError(f"there is no source of the kind '{source.kind}'")
 
 
