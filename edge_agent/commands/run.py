@@ -157,13 +157,15 @@ def _metrics(settings: Settings, agent: Agent, log: Callable[[str], None]) -> It
 
 @contextlib.contextmanager
 def _sources(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
-    """Stores what the device's sources give meanwhile."""
+    """Stores what the device's sources give meanwhile, and watches its buttons."""
     if not settings.source:
         yield
         return
+    from edge_agent.sources.buttons import Buttons
     from edge_agent.sources.running import Sources
 
-    with Sources(home, settings, service, log).on():
+    sources = Sources(home, settings, service, log)
+    with sources.on(), Buttons(home, settings, sources.label, log).on():
         yield
 
 

@@ -34,6 +34,8 @@ FIRST_S, LAST_S = 1.0, 300.0
 STABLE_S = 60.0
 """A source that ran so long is opened again after the first wait."""
 MAX_SAMPLES_PER_S = 20
+SLACK = 0.9
+"""Of ``every_s``: a sensor's clock is not even."""
 END_S = 5.0
 MAX_WHY = 500
 
@@ -92,6 +94,14 @@ def open_feed(source: Source, name: str, home: Path, settings: Settings, spec: I
         from edge_agent.sources.iio import IioFeed
 
         return IioFeed(source)
+    if isinstance(source, kinds.MicrophoneSource):
+        from edge_agent.sources.microphone import MicrophoneFeed, WaveFeed
+
+        return MicrophoneFeed(source, home) if source.file is None else WaveFeed(source, home)
+    if isinstance(source, kinds.CameraSource):
+        from edge_agent.sources.camera import camera_feed
+
+        return camera_feed(source, home, spec)
     raise ConfigError(f"there is no source of the kind '{source.kind}'")
 
 
@@ -142,7 +152,7 @@ class Running:
         self._thread = threading.Thread(target=self._run, name=f"source-{name}", daemon=True)
         self._device: Device | None = None
         self._kept_at: float | None = None
-        self._second = self._in_second = 0
+        self._second, self._in_second = 0.0, 0
 
     def start(self) -> None:
         self._thread.start()
@@ -223,10 +233,9 @@ class Running:
         self.state = replace(self.state, samples=self.state.samples + 1)
         self.last = (sample, "")
         since = None if self._kept_at is None else sample.time - self._kept_at
-        if not sample.label and since is not None and 0 <= since < self._source.every_s:
+        if not sample.label and since is not None and 0 <= since < SLACK * self._source.every_s:
             return
-        if self._too_many():
-            return self._lost(f"over {MAX_SAMPLES_PER_S} samples a second: every_s keeps fewer")
+        self._slow_down()
         try:
             self._add(sample)
         except DataError as error:
@@ -244,11 +253,14 @@ class Running:
         self.last = (sample, device.add(sample.x, time=sample.time))
         self._kept_at, self.state = sample.time, replace(self.state, kept=self.state.kept + 1)
 
-    def _too_many(self) -> bool:
-        second = int(time.monotonic())
-        self._in_second = 1 if second != self._second else self._in_second + 1
-        self._second = second
-        return self._in_second > MAX_SAMPLES_PER_S
+    def _slow_down(self) -> None:
+        """Waits if ``MAX_SAMPLES_PER_S`` were stored in this second: the source has to wait, too."""
+        now = time.monotonic()
+        if now - self._second > 1.0:
+            self._second, self._in_second = now, 0
+        self._in_second += 1
+        if self._in_second > MAX_SAMPLES_PER_S:
+            self._stopped.wait(max(0.0, self._second + 1.0 - now))
 
     def label(self, label: str) -> str:
         """Gives the last sample its class; returns what became of it. Raises ConfigError, DataError, StateError."""

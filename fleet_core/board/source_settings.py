@@ -99,12 +99,13 @@ class MicrophoneSource(Source):
 @dataclass(frozen=True, kw_only=True)
 class CameraSource(Source):
     """by: ``rpicam`` (libcamera's programs, with Pillow) or ``opencv``; ``auto``: the one that is there. camera: its
-    number. width, height: at which images are taken, before they are brought to the fleet's size."""
+    number. width, height: at which images are taken, before they are brought to the fleet's size; left out, 640 by 480,
+    or the fleet's size if it takes no other. every_s: from one image to the next."""
 
     by: str = field(default="auto", metadata={"choices": ("auto", "rpicam", "opencv")})
     camera: int = field(default=0, metadata={"min": 0, "max": 255})
-    width: int = field(default=640, metadata={"min": 16, "max": 16_384})
-    height: int = field(default=480, metadata={"min": 16, "max": 16_384})
+    width: int | None = field(default=None, metadata={"min": 16, "max": 16_384})
+    height: int | None = field(default=None, metadata={"min": 16, "max": 16_384})
     every_s: float = field(default=1.0, metadata={"min": 0.05, "max": 86_400})
 
 

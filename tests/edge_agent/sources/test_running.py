@@ -42,6 +42,18 @@ class Script:
         self.closed = True
 
 
+class Waits(threading.Event):
+    """Notes how long it is waited for, and waits for nothing."""
+
+    def __init__(self, noted: list[float]):
+        super().__init__()
+        self._noted = noted
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._noted.append(timeout or 0.0)
+        return False
+
+
 def rows(count: int, labels: list[str] | None = None, begin: float = 2e9) -> Readings:
     values = np.random.default_rng(count).normal(size=(count, 2))
     return Readings(values, begin + 0.02 * np.arange(count, dtype=np.float64), labels, timed=True)
@@ -85,13 +97,15 @@ def test_every_s_keeps_fewer(tmp_path: Path) -> None:
     assert (source.state.samples, source.state.kept) == (10, 5)
 
 
-def test_more_samples_than_a_disk_should_write_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_gives_more_than_a_disk_should_write_has_to_wait(tmp_path: Path) -> None:
     place, service = sensors.home(tmp_path / "d", TOML)
-    monkeypatch.setattr(time, "monotonic", lambda: 5.0)
-    source = running_of(place, service, [])
+    source, waits = running_of(place, service, []), list[float]()
+    source._second, source._stopped = time.monotonic(), Waits(waits)
     source.take(Maker(settings_of(place).source[0], settings_of(place), sensors.WINDOWS), [rows(8 * 25)])
-    assert source.state.kept == running.MAX_SAMPLES_PER_S
-    assert "over 20 samples a second" in source.state.last_lost
+    assert source.state.kept == 25
+    assert source.state.lost == 0
+    assert len(waits) >= 1
+    assert 0 <= waits[0] <= 1
 
 
 def test_a_source_that_fails_is_opened_again_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
