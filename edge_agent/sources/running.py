@@ -29,7 +29,7 @@ from fleet_core.model.layout import InputSpec
 
 FILE = "sources.json"
 READ_S = 0.5
-TOLD_S = 10.0
+TOLD_S = 5.0
 FIRST_S, LAST_S = 1.0, 300.0
 STABLE_S = 60.0
 """A source that ran so long is opened again after the first wait."""
@@ -135,8 +135,8 @@ def one_line(error: BaseException) -> str:
 
 
 class Running:
-    """One source, in a thread of its own. changed: called after its state has changed; now: because it failed, or
-    works again."""
+    """One source, in a thread of its own. changed: called again and again, with whether what it does has changed, or
+    only what it gave."""
 
     def __init__(
         self, source: Source, name: str, service: Service, home: Path, settings: Settings, log: Callable[[str], None],
@@ -206,6 +206,7 @@ class Running:
                 items = feed.read(READ_S)
                 ended = items is None
                 self.take(maker, items)
+                self._changed(False)
         finally:
             feed.close()
             self.take(maker, None)
@@ -227,7 +228,7 @@ class Running:
             elif isinstance(made, Lost) and made.why:
                 self._lost(made.why)
         if came:
-            self._tell()
+            self.state = replace(self.state, at=time.time())
 
     def _store(self, sample: Taken) -> None:
         self.state = replace(self.state, samples=self.state.samples + 1)
@@ -298,7 +299,7 @@ class Sources:
 
     def __init__(self, home: Path, settings: Settings, service: Service, log: Callable[[str], None]):
         self._file, self._log = home / FILE, log
-        self._told, self._telling = 0.0, threading.Lock()
+        self._told, self._telling, self._written = 0.0, threading.Lock(), b""
         self.running = [Running(source, name, service, home, settings, log, self._changed)
                         for source, name in zip(settings.source, kinds.names_of(settings.source), strict=True)]
 
@@ -336,8 +337,11 @@ class Sources:
         """A full disk costs the listing, and nothing else."""
         with self._telling:
             self._told = time.monotonic()
+            data = json.dumps({one.name: schema.plain(one.state) for one in self.running}, indent=1).encode()
+            if data == self._written:
+                return
             try:
-                plain = {one.name: schema.plain(one.state) for one in self.running}
-                storage.write_atomic(self._file, json.dumps(plain, indent=1).encode(), durable=False)
+                storage.write_atomic(self._file, data, durable=False)
+                self._written = data
             except StateError as error:
                 logger.warning("%s", error)

@@ -78,6 +78,14 @@ def test_samples_are_stored_beside_the_agent_and_listed(tmp_path: Path) -> None:
     assert said == ["source command has ended, 5 samples are stored"]
 
 
+def test_what_came_is_written_though_nothing_more_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "TOLD_S", 0.2)
+    place, service = sensors.home(tmp_path / "d", TOML.replace('"cat", "r.csv"', '"sh", "-c", "cat r.csv; sleep 60"'))
+    (place / "r.csv").write_text("ax,ay\n" + "1,2\n" * 40)
+    with Sources(place, settings_of(place), service, lambda line: None).on():
+        waiting.until(lambda: (one := running.states(place).get("command")) and (one.state, one.kept) == ("runs", 5))
+
+
 def test_a_labelled_reading_makes_a_labelled_sample(tmp_path: Path) -> None:
     place, service = sensors.home(tmp_path / "d", TOML)
     source = running_of(place, service, [])
