@@ -26,10 +26,13 @@ SHOWN = 3
 
 @dataclass
 class Tried:
-    """What a source gave. readings: rows of numbers. channels: of a reading. rate_hz: readings a second, None below
-    two. whole: samples that came as such. samples: of the fleet's shape, which would be stored. shape: of the last
-    sample. first: the first readings. label: the last one that came. lost, why: what could not be used. error: why the
-    source failed; empty if it did not."""
+    """What a source gave.
+
+    readings: rows of numbers. channels: of a reading. rate_hz: readings a second, None below two. whole: samples that
+    came as such. samples: of the fleet's shape, which would be stored. shape: of the last sample. fleet_shape,
+    fleet_hz: of the fleet's samples. first: the first readings. label: the last one that came. lost, why: what could
+    not be used. error: why the source failed; empty if it did not.
+    """
 
     name: str
     kind: str
@@ -41,6 +44,7 @@ class Tried:
     samples: int = 0
     shape: tuple[int, ...] | None = None
     fleet_shape: tuple[int, ...] = ()
+    fleet_hz: float | None = None
     first: list[list[float]] = field(default_factory=list)
     label: str = ""
     lost: int = 0
@@ -79,7 +83,7 @@ def tried(
     clock: Callable[[], float] = time.monotonic,
 ) -> Tried:
     """What the source gives in so many seconds, and less if it ends. Files of a folder are taken again later."""
-    found, began = Tried(name, source.kind, fleet_shape=tuple(spec.shape)), clock()
+    found, began = Tried(name, source.kind, fleet_shape=tuple(spec.shape), fleet_hz=spec.rate_hz or None), clock()
     try:
         maker = Maker(source, settings, spec)
         feed = open_feed(source, f"{name}.tried", home, settings, spec)
@@ -142,6 +146,9 @@ def _show(found: list[Tried], settings: Settings) -> None:
     for source, one in zip(settings.source, found, strict=True):
         if source.rate_hz and one.rate_hz and not 0.8 < one.rate_hz / source.rate_hz < 1.25:
             print(f"note: {one.name}: {one.rate_hz:g} readings a second came; its rate_hz is {source.rate_hz:g}")
+        if one.fleet_hz and one.rate_hz and not source.rate_hz and not 0.8 < one.rate_hz / one.fleet_hz < 1.25:
+            print(f"note: {one.name}: {one.rate_hz:g} readings a second came, and the fleet's windows have "
+                  f"{one.fleet_hz:g}; with its rate_hz they are resampled")
 
 
 def _list(home: Path, settings: Settings, as_json: bool) -> None:

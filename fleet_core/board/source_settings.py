@@ -21,9 +21,9 @@ class Source:
     """What all kinds have.
 
     name: in listings; left out, the kind. stride: readings between the starts of two windows; left out, that of
-    ``[data]``, or no overlap. rate_hz: readings a second of the sensor; to_hz: those of the fleet's samples, to which
-    they are resampled if both are given. gain, offset: of each channel, or one of all: value * gain + offset. every_s:
-    at most one sample without a label is kept in so many seconds; 0: all.
+    ``[data]``, or no overlap. rate_hz: readings a second of the sensor, which are resampled to to_hz, or, left out, to
+    the fleet's rate. gain, offset: of each channel, or one of all: value * gain + offset. every_s: at most one sample
+    without a label is kept in so many seconds; 0: all.
     """
 
     kind: str

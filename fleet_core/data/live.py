@@ -50,8 +50,8 @@ class Taken:
 @dataclass(frozen=True)
 class Cutting:
     """stride: readings, after resampling, between the starts of two windows; None: no overlap. rate_hz: readings a
-    second that come. to_hz: readings a second of the fleet's samples; either 0: they are not resampled. gain, offset:
-    of each channel, or one of all, applied to what comes: value · gain + offset."""
+    second that come. to_hz: readings a second of the samples; 0: as the fleet says. If one is not known, nothing is
+    resampled. gain, offset: of each channel, or one of all, applied to what comes: value · gain + offset."""
 
     stride: int | None = None
     rate_hz: float = 0.0
@@ -75,7 +75,7 @@ class Cutter:
         self.length = (sound.length_of(spec.sound_hz, spec.shape[-1]) if spec.sound_hz
                        else spec.shape[1] if len(spec.shape) == 2 else 1)
         self._stride = cutting.stride or self.length
-        self._hz = float(spec.sound_hz) or cutting.to_hz
+        self._hz = float(spec.sound_hz) or cutting.to_hz or spec.rate_hz
         resamples = cutting.rate_hz and self._hz and cutting.rate_hz != self._hz
         self._resampler = Resampler(cutting.rate_hz, self._hz) if resamples else None
         self._steps = deque[float](maxlen=STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cloud_server.choices.first_settings import load_data
 from fleet_core.base.errors import DataError
 from fleet_core.data import samples, unlabelled
 from fleet_core.data.live import Cutter, Cutting, Readings, Taken
 from fleet_core.data.shaping import sound
 from fleet_core.data.shaping.resample import Resampler
-from fleet_core.model.layout import InputSpec
+from fleet_core.learning import models
+from fleet_core.model.layout import InputSpec, Layout
 from tests.support import sounds
 
 RNG = np.random.default_rng(0)
@@ -108,9 +111,10 @@ def test_a_sensor_is_calibrated_before_anything_else() -> None:
     assert [one.x.tobytes() for one in made] == [one.x.tobytes() for one in wanted]
 
 
-def test_readings_at_another_rate_are_brought_to_the_fleets() -> None:
+@pytest.mark.parametrize(("fleet_hz", "to_hz"), [(50.0, 0.0), (0.0, 50.0), (25.0, 50.0)])
+def test_readings_at_another_rate_are_brought_to_the_fleets(fleet_hz: float, to_hz: float) -> None:
     values = np.repeat(np.arange(40.0)[:, None], 2, axis=1)
-    made = in_pieces(Cutter(InputSpec((2, 5)), Cutting(rate_hz=100, to_hz=50)), values, [7] * 5)
+    made = in_pieces(Cutter(InputSpec((2, 5), rate_hz=fleet_hz), Cutting(rate_hz=100, to_hz=to_hz)), values, [7] * 5)
     whole = Resampler(100, 50).last(values.astype(np.float32))
     assert np.concatenate([one.x for one in made], 1).tobytes() == np.ascontiguousarray(whole.T).tobytes()
     assert [one.time for one in made] == pytest.approx([0.08, 0.18, 0.28, 0.38])
@@ -130,3 +134,29 @@ def test_readings_that_do_not_fit_are_refused(values: np.ndarray, cutting: Cutti
 def test_images_are_not_made_of_readings() -> None:
     with pytest.raises(DataError, match=r"samples of shape \[1, 8, 8\] are not made of readings"):
         Cutter(InputSpec((1, 8, 8)), Cutting())
+
+
+def test_a_source_holds_no_more_than_a_window() -> None:
+    cutter, piece = Cutter(InputSpec((3, 64)), Cutting(8, rate_hz=100, to_hz=50)), np.zeros((100, 3))
+    tracemalloc.start()
+    for k in range(300):
+        cutter.more(Readings(piece, np.arange(100) / 100 + k))
+        if k == 50:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - before < 200_000
+
+
+def test_init_says_the_rate_of_readings_and_the_layouts_hash_does_not_depend_on_it(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("label,ax,ay\n" + "".join(f"{'ab'[k // 20]},{k},{k / 3}\n" for k in range(40)))
+    _, spec = load_data(str(tmp_path / "r.csv"), window=5, rate=50)
+    _, plain = load_data(str(tmp_path / "r.csv"), window=5)
+    assert (spec.rate_hz, spec.sound_hz, plain.rate_hz) == (50.0, 0, 0.0)
+    with_rate, without = (models.describe("mlp", one, ("a", "b"), {}) for one in (spec, plain))
+    assert Layout.from_json(with_rate.to_json()).input.rate_hz == 50
+    assert "rate_hz" not in without.to_json()
+    assert with_rate.hash == without.hash
+    with pytest.raises(DataError, match="50 Hz is no rate of sound"):
+        load_data(str(tmp_path / "r.csv"), rate=50)
