@@ -161,9 +161,13 @@ def _tables(kind: type[Any], at: str) -> Iterator[str]:
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         inner = next((one for one in _alternatives(hints[field.name]) if dataclasses.is_dataclass(one)), None)
-        if isinstance(inner, type):
-            name = field.metadata.get("key", field.name)
-            yield from _tables(inner, f"{at}.{name}" if at else str(name))
+        name = str(field.metadata.get("key", field.name))
+        if "variants" in field.metadata:
+            for value, one in field.metadata["variants"].items():
+                yield f'### [[{name}]] kind = "{value}"'
+                yield from _fields_of(one)
+        elif isinstance(inner, type):
+            yield from _tables(inner, f"{at}.{name}" if at else name)
 
 
 def _fields_of(kind: type[Any]) -> Iterator[str]:

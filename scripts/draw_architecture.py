@@ -33,7 +33,7 @@ ROOMS: dict[str, Rows] = {
     ],
     "edge_agent": [
         [("commands", "the command line edge-agent")],
-        [("rounds", "the agent's loop"), ("http", "answers over HTTP")],
+        [("rounds", "the agent's loop"), ("http", "answers over HTTP"), ("sources", "sensors")],
         [("inference", "personalize, check, answer"), ("updates", "programs that are fetched")],
         [("compute", "child processes, ONNX sessions")],
         [("device", "state, slots, samples"), ("connection", "enrol, fetch, send")],

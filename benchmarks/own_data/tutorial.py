@@ -58,8 +58,8 @@ class Follower:
         begun = time.monotonic()
         for line in commands_of(page):
             words = shlex.split(line)
-            if words[:2] == ["cp", "-r"]:
-                shutil.copytree(self.commands.folder / words[2], self.commands.folder / words[3])
+            if words[0] in ("cp", "cat"):
+                self._files(*words)
                 continue
             if words[:3] == ["metafleet", "server", "status"]:
                 self._rounds_closed()
@@ -72,6 +72,17 @@ class Follower:
                 self.logs.append(self.commands.start(*words, *BEGIN[start], *extra)[1])
                 self.commands.says(self.logs[-1], SAYS[start])
             self.seconds[line] = round(time.monotonic() - begun, 1)
+
+    def _files(self, program: str, *words: str) -> None:
+        """``cp FILE FILE``, ``cp -r FOLDER FOLDER`` and ``cat FILE >> FILE``."""
+        source, to = self.commands.folder / words[-2 if program == "cp" else 0], self.commands.folder / words[-1]
+        if words[0] == "-r":
+            shutil.copytree(source, to)
+        elif program == "cp":
+            shutil.copy(source, to)
+        else:
+            with open(to, "a", encoding="utf-8") as file:
+                file.write("\n" + source.read_text(encoding="utf-8"))
 
     def _rounds_closed(self) -> None:
         self.commands.until(lambda: CLOSED in text(self.logs[0]), "the last round", ROUNDS_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fleet_core.data.readers import is_sound, rate_of
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
-from fleet_core.data.shaping import resize
+from fleet_core.data.shaping import resize, sound
 from fleet_core.model.layout import FITS, Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
@@ -37,7 +38,8 @@ def load_data(
 ) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
     how the file was read. window, stride: to cut a file of readings. size, fit: of images, as in ``resize.size_of``.
-    rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. Raises DataError, also for samples
+    rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a window rate is that of the
+    readings, to which devices resample their sensors. Raises DataError, also for samples
     whose classes have no names."""
     if _is_named(data):
         if window is not None or stride is not None:
@@ -50,7 +52,7 @@ def load_data(
     if fit is not None and fit not in FITS:
         raise DataError(f"'{fit[:40]}' is no way to fit images", where="--fit", expected=" or ".join(FITS))
     pixels, how = resize.size_of(size, fit)
-    sound_hz = _sound_hz(Path(data), rate, seconds)
+    sound_hz = 0 if window is not None and seconds is None else _sound_hz(Path(data), rate, seconds)
     samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds)
     if how != "refuse" and samples.x.ndim != 4:
         raise DataError("holds no images", where=data, hint="leave out --size and --fit")
@@ -63,12 +65,16 @@ def load_data(
         most = int(samples.y.max())
         raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
                         f"for the labels 0 to {most}", hint="or store the class names in y")
-    return samples, model_input.standardized(samples.x, how, sound_hz)
+    spec = model_input.standardized(samples.x, how, sound_hz)
+    return samples, replace(spec, rate_hz=float(rate)) if rate and not sound_hz else spec
 
 
 def _sound_hz(path: Path, rate: int | None, seconds: float | None) -> int:
     """The rate of a fleet that learns from sound: the given one, or the recordings'; 0 for other samples."""
     if rate is not None or (path.exists() and is_sound(path)):
+        if rate is not None and rate < sound.LOWEST_HZ:
+            raise DataError(f"{rate} Hz is no rate of sound", where=str(path),
+                            expected=f"{sound.LOWEST_HZ} Hz or more", hint="the rate of readings goes with --window")
         return rate or rate_of(path)
     if seconds is not None:
         raise DataError("holds no sound", where=str(path), expected="a folder of .wav files",

@@ -45,8 +45,9 @@ SIZE = Annotated[str | None, typer.Option("--size", metavar="PIXELS", help="Brin
 FIT = Annotated[str | None, typer.Option("--fit", metavar="letterbox|stretch|refuse", help="How images of another size "
                                          "are fitted, on every device; default: letterbox with --size, else refuse.")]
 
-RATE = Annotated[int | None, typer.Option("--rate", min=1000, max=192_000, help="Samples of sound in a second, for the "
-                                          "fleet; default: the recordings' own, at most 16000.")]
+RATE = Annotated[int | None, typer.Option("--rate", min=1, max=192_000, help="Samples of sound in a second, for the "
+                                          "fleet; default: the recordings' own, at most 16000. With --window: readings "
+                                          "in a second, to which devices resample their sensors.")]
 SECONDS = Annotated[float | None, typer.Option("--seconds", min=0.05, max=60, help="Length of a window of sound; "
                                                "default 1.")]
 

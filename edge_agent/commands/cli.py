@@ -91,6 +91,11 @@ def _local(root: Parser) -> None:
     one.add_argument("--new-class", action="store_true",
                      help="the class may be this device's own; the fleet does not have it")
     json(one)
+    one = root.command("sources", "Show the sensors whose readings become samples, and what they gave.", sources)
+    home(one)
+    one.add_argument("--try", dest="seconds", metavar="SECONDS", type=within(float, 0.1, 3600),
+                     help="open each for so long, store nothing, and show what comes; exit code 1 if it is no use")
+    json(one)
     one = root.command("verify", "Check that the fleet's key has signed the program that is installed here, and that "
                        "every file of it is as it was signed.", verify)
     one.add_argument("path", metavar="PATH", type=Path, nargs="?", default=Path("/opt/metafleet/current"),
@@ -189,6 +194,12 @@ def review(given: Namespace) -> None:
     from edge_agent.commands import review as reviewing
 
     reviewing.review(given.home, given.limit, given.id, given.label, new_class=given.new_class, as_json=given.as_json)
+
+
+def sources(given: Namespace) -> None:
+    from edge_agent.sources import trying
+
+    trying.command(given.home, given.seconds, given.as_json)
 
 
 def add(given: Namespace) -> None:

@@ -40,11 +40,23 @@ def status(home: Path, as_json: bool) -> None:
     watched = drift.read(home)
     if watched is not None:
         facts["drift"] = {"answered": watched.sums.answered, "moved_at": watched.sums.moved_at, "since": watched.since}
+    facts |= _source_facts(home, settings)
     if as_json:
         return terminal.show(facts)
     said = facts | ({"drift": _drift_text(facts["drift"])} if "drift" in facts else {})
     said |= {"auto": _auto_text(facts["auto"])} if "auto" in facts else {}
     terminal.table([(key, _text(value)) for key, value in said.items()], ("what", "value"))
+
+
+def _source_facts(home: Path, settings: Settings) -> dict[str, Any]:
+    """What each source gave since the agent's start: nothing without sources."""
+    if not settings.source:
+        return {}
+    from edge_agent.sources.running import states
+
+    return {f"source {name}": {"state": one.state, "kept": one.kept, "labelled": one.labelled,
+                               **({"last_error": one.last_error} if one.last_error else {})}
+            for name, one in states(home).items()}
 
 
 def _drift_text(found: dict[str, Any]) -> str:

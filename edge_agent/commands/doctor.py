@@ -94,7 +94,8 @@ def examine(home: Path, profile: str | None, root: Path = Path("/")) -> Examined
         notes.append(f"there is no device.toml in {home}: settings of a device are not considered")
     if board is None:
         notes.append("no profile is named ([board] profile, or --profile): nothing to compare with; metafleet profiles")
-    complaints = (*fit.complaints(board, machine, wish), *complaint, *certificate_of(home, settings))
+    complaints = (*fit.complaints(board, machine, wish), *complaint, *certificate_of(home, settings),
+                  *sources_of(home, settings))
     return Examined(board, machine, wish, fit.limits(board, machine, wish), reading, complaints, tuple(notes),
                     measure_speed.read(home), _backbone(home))
 
@@ -122,6 +123,16 @@ def certificate_of(home: Path, settings: Settings | None, now: float | None = No
         return (Complaint("certificate", f"begins on {begin:%Y-%m-%d}, which this clock has not reached",
                           "set the clock: timedatectl"),)
     return ()
+
+
+def sources_of(home: Path, settings: Settings | None) -> tuple[Complaint, ...]:
+    """The sources that had failed when the agent last wrote about them."""
+    if settings is None or not settings.source:
+        return ()
+    from edge_agent.sources.running import states
+
+    return tuple(Complaint(f"source {name}", one.last_error, "edge-agent sources --try 5 opens it again")
+                 for name, one in states(home).items() if one.state == "failed")
 
 
 def failing(packages: Mapping[str, str], probes: Mapping[str, str] = PROBES) -> tuple[Complaint, ...]:

@@ -35,7 +35,7 @@ def review(
     if as_json:
         terminal.show([one.plain for one in found])
     elif not found:
-        print("no unlabelled samples; a program stores them with edge_agent.Device.add")
+        print("no unlabelled samples; a [[source]] in device.toml stores them, or a program with edge_agent.Device.add")
     elif sys.stdin.isatty() and sys.stdout.isatty():
         _ask(device, found, new_class)
     else:

@@ -73,7 +73,8 @@ def run(
         updates=_updates(home, settings, link, log), boot=boot, providers=providers_of(home, settings), log=log,
     )
     _restore(service, log)
-    with accounts.metering(), _http_server(home, settings, service, log), _metrics(settings, agent, log):
+    with accounts.metering(), _http_server(home, settings, service, log), _metrics(settings, agent, log), \
+            _sources(home, settings, service, log):
         link.open()
         try:
             await_broker(link, lambda: agent.step(TICK_S), device.broker, stopped, connect_s)
@@ -150,6 +151,20 @@ def _metrics(settings: Settings, agent: Agent, log: Callable[[str], None]) -> It
         yield
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def _sources(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
+    """Stores what the device's sources give meanwhile, and watches its buttons."""
+    if not settings.source:
+        yield
+        return
+    from edge_agent.sources.buttons import Buttons
+    from edge_agent.sources.running import Sources
+
+    sources = Sources(home, settings, service, log)
+    with sources.on(), Buttons(home, settings, sources.label, log).on():
+        yield
 
 
 def figures_of(agent: Agent) -> Figures:

@@ -10,6 +10,7 @@
     ├── StateError     a state file, ledger or checkpoint on disk                        (exit 1)
     ├── RoundError     a round that cannot be opened or closed                           (exit 1)
     ├── PowerError     a power meter that cannot be read                                 (exit 1)
+    ├── SourceError    a sensor whose readings become samples, and that cannot be read   (exit 1)
     ├── RevokedError   the fleet has revoked this device                                 (exit 77)
     └── FlashError     an image, card or device that cannot be flashed                   (exit 1)
 
@@ -80,6 +81,10 @@ class RoundError(FleetError):
 
 
 class PowerError(FleetError):
+    pass
+
+
+class SourceError(FleetError):
     pass
 
 

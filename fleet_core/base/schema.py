@@ -4,7 +4,7 @@ A field's annotation is its type: bool, int, float, str, tuple[T, ...], Mapping[
 Limits are metadata: ``field(metadata={"min": …, "above": …, "max": …, "pattern": …, "choices": …, "max_length": …})``.
 ``words`` describes the pattern in errors. ``key`` is the field's name outside Python, where that differs. ``was`` is a
 former name that is still read. ``sparse``: written only if it differs from its default, so that older files keep their
-bytes.
+bytes. ``variants``: dataclasses by the value of their key ``kind``, of a table that may be any of them.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def _value(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: st
             return None
         return _value(next(a for a in arguments if a is not type(None)), data, at, limits, unknown, problems)
     if dataclasses.is_dataclass(kind):
-        return _dataclass(typing.cast("type[Any]", kind), data, at, unknown, problems)
+        chosen = _variant(limits["variants"], data, at, problems) if "variants" in limits else kind
+        return None if chosen is None else _dataclass(typing.cast("type[Any]", chosen), data, at, unknown, problems)
     if origin is tuple:
         return _items(arguments[0], data, at, limits, unknown, problems)
     if origin in (Mapping, dict):
@@ -165,6 +166,21 @@ def _value(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: st
         problems.append(Problem(at, wrong, _choice_hint(data, limits)))
         return None
     return float(data) if kind is float else data
+
+
+def _variant(variants: Mapping[str, type[Any]], data: Any, at: str, problems: list[Problem]) -> type[Any] | None:
+    """The one that the table's key ``kind`` names; None for a problem."""
+    if not isinstance(data, Mapping):
+        problems.append(Problem(at, f"expected a table, found {_kind(data)}"))
+        return None
+    if "kind" not in data:
+        problems.append(Problem(_join(at, "kind"), f"missing, expected one of {', '.join(sorted(variants))}"))
+        return None
+    wrong = _scalar_problem(str, data["kind"], {"choices": variants})
+    if wrong:
+        problems.append(Problem(_join(at, "kind"), wrong, _choice_hint(data["kind"], {"choices": variants})))
+        return None
+    return variants[data["kind"]]
 
 
 def _is_text(data: Any) -> bool:

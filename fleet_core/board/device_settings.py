@@ -7,7 +7,9 @@ from pathlib import Path
 
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError
+from fleet_core.board import source_settings
 from fleet_core.board.profile import SENSORS
+from fleet_core.board.source_settings import BUTTONS, SOURCES, Button, Source
 
 ENGINES = ("torch", "onnx")
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -196,6 +198,8 @@ class Settings:
     tls: Tls = field(default_factory=Tls)
     unlabelled: Unlabelled = field(default_factory=Unlabelled)
     privacy: Demands = field(default_factory=Demands)
+    source: tuple[Source, ...] = field(default=(), metadata={"variants": SOURCES, "max_length": 32, "sparse": True})
+    button: tuple[Button, ...] = field(default=(), metadata={"variants": BUTTONS, "max_length": 32, "sparse": True})
 
     def listening(self, host: str, port: int, *, open: bool = False) -> Settings:
         """These settings with another HTTP ``host`` and ``port``. open: allow plain HTTP to everyone there."""
@@ -209,6 +213,7 @@ def settings_of(home: Path, broker: str | None = None) -> Settings:
         hint = "metafleet devices enroll FLEET NAME --to HOME"
         raise ConfigError("there is no device here", where=str(path), hint=hint)
     settings = config.load(Settings, path)
+    source_settings.check(settings.source, settings.button, str(path))
     if settings.data.samples == Data.samples and not (home / Data.samples).exists() and (home / FOLDER).is_dir():
         settings = replace(settings, data=replace(settings.data, samples=FOLDER))
     return settings if broker is None else replace(settings, device=replace(settings.device, broker=broker))

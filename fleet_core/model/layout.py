@@ -30,7 +30,8 @@ class InputSpec:
 
     mean, std: one value per channel (axis 0), or empty. fit: how images of another size are brought to ``shape``
     (``fleet_core.data.shaping.resize``); ``refuse``: they are not. sound_hz: samples are spectrograms of sound at this
-    rate (``fleet_core.data.shaping.sound``); 0: they are not.
+    rate (``fleet_core.data.shaping.sound``); 0: they are not. rate_hz: readings a second in a window, to which a
+    device resamples its sensor's; 0: not known. No hash depends on it.
     """
 
     shape: tuple[int, ...] = field(metadata={"min": 1, "max": 1_000_000, "max_length": 4})
@@ -40,6 +41,7 @@ class InputSpec:
     std: tuple[float, ...] = ()
     fit: str = field(default="refuse", metadata={"choices": FITS, "sparse": True})
     sound_hz: int = field(default=0, metadata={"min": 0, "max": 192_000, "sparse": True})
+    rate_hz: float = field(default=0.0, metadata={"min": 0, "max": 1_000_000, "sparse": True})
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,13 @@ class Layout:
 
     @cached_property
     def hash(self) -> str:
-        """The first 16 hex digits of the sha256 of the layout's JSON; states and updates carry it."""
+        """The first 16 hex digits of the sha256 of the layout's JSON; states and updates carry it. An agent that does
+        not know ``rate_hz`` has the same hash."""
         import hashlib  # loads OpenSSL, 4 MB that a process which only answers does not need
 
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        backbone = self.backbone and replace(self.backbone, input=replace(self.backbone.input, rate_hz=0.0))
+        plain = replace(self, input=replace(self.input, rate_hz=0.0), backbone=backbone)
+        return hashlib.sha256(plain.to_json().encode()).hexdigest()[:16]
 
     def extended(self, groups: tuple[str, ...], mirrored: tuple[str, ...]) -> Layout:
         """This layout plus the arrays of those ``groups`` that are not the model's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,24 @@ def pillow(user: str) -> ModuleType:
         hint = 'pip install "metafleet[images]"'
         raise DataError(f"{user} needs Pillow, which is not installed", hint=hint) from error
     return Image
+
+
+def decoded(data: bytes, channels: int) -> NDArray[np.uint8]:
+    """uint8 [channels, H, W] of the bytes of an image file: 1 channel, grey, or 3. Raises DataError."""
+    Image = pillow("an image")
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            pixels = _channels_first(image, Path("image"))
+    except (OSError, EOFError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot be read as an image: {error}") from error
+    return pixels if len(pixels) == channels else np.repeat(pixels, 3, axis=0) if channels == 3 else grey(pixels)
+
+
+def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """uint8 [1, H, W] of colours [3, H, W], with Pillow's weights (ITU-R 601-2)."""
+    red, green, blue = pixels.astype(np.uint32)
+    found: NDArray[np.uint8] = ((red * 19_595 + green * 38_470 + blue * 7_471 + 0x8000) >> 16).astype(np.uint8)
+    return found[None]
 
 
 def _channels_first(image: PillowImage.Image, file: Path) -> NDArray[np.uint8]:

@@ -55,7 +55,7 @@ def rate_of(path: Path) -> int:
     DataError."""
     lowest = DEFAULT_HZ
     for one in _recordings(path, labelled=False):
-        with _opened(one.file) as file:
+        with opened(one.file) as file:
             lowest = min(lowest, file.getframerate())
     return lowest
 
@@ -90,7 +90,7 @@ def read_sounds(path: Path, limit_bytes: int, cut: Cut, *, labelled: bool = True
 def read_wave(path: Path, limit_bytes: int) -> tuple[NDArray[np.float32], int]:
     """(sound [samples], the mean of its channels, full scale ±1; rate in Hz) of a .wav file. Raises DataError."""
     check_file(path, limit_bytes)
-    with _opened(path) as file:
+    with opened(path) as file:
         channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
         try:
             data = file.readframes(min(file.getnframes(), MAX_S * rate + 1))
@@ -100,11 +100,16 @@ def read_wave(path: Path, limit_bytes: int) -> tuple[NDArray[np.float32], int]:
     if not 0 < number <= MAX_S * rate:
         raise DataError("has no sound" if not number else f"is longer than {MAX_S} s", where=str(path),
                         expected=f"at most {MAX_S} s", hint="cut it into parts" if number else None)
-    values = _integers(np.frombuffer(data, np.uint8)[: number * channels * width], width).reshape(number, channels)
-    mono = np.zeros(number)
+    return mono(data[: number * channels * width], width, channels), rate
+
+
+def mono(data: bytes, width: int, channels: int) -> NDArray[np.float32]:
+    """The mean of the channels of PCM of ``width`` bytes, full scale ±1."""
+    values = _integers(np.frombuffer(data, np.uint8), width).reshape(-1, channels)
+    total = np.zeros(len(values))
     for channel in values.T:
-        mono += channel
-    return (mono / (channels * 2.0 ** (8 * width - 1))).astype(np.float32), rate
+        total += channel
+    return (total / (channels * 2.0 ** (8 * width - 1))).astype(np.float32)
 
 
 def _integers(data: NDArray[np.uint8], width: int) -> NDArray[Any]:
@@ -119,8 +124,8 @@ def _integers(data: NDArray[np.uint8], width: int) -> NDArray[Any]:
     return data.view(f"<i{width}")
 
 
-def _opened(path: Path) -> wave.Wave_read:
-    """Raises DataError unless it is PCM of a possible form."""
+def opened(path: Path) -> wave.Wave_read:
+    """The open file. Raises DataError unless it is PCM of a possible form."""
     try:
         file = wave.open(str(path), "rb")  # noqa: SIM115 (the caller closes it)
     except (OSError, wave.Error, EOFError, ValueError, RuntimeError) as error:

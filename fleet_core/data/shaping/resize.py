@@ -72,22 +72,29 @@ def resampled(x: Array, axis: int, size: int) -> Array:
     """x with ``size`` values along ``axis``; float64, or x itself if it has that size."""
     if x.shape[axis] == size:
         return x
-    places_KS, weights_KS = _taps(x.shape[axis], size)
+    return summed(x, axis, *taps(x.shape[axis], size, x.shape[axis] / size))
+
+
+def summed(x: Array, axis: int, places_KS: NDArray[np.int64], weights_KS: NDArray[np.float64]) -> Array:
+    """The float64 sums over K of the values of x along ``axis`` at these places, times the weights."""
     along = [1] * x.ndim
-    along[axis] = size
-    total = np.zeros([size if k == axis else n for k, n in enumerate(x.shape)])
+    along[axis] = places_KS.shape[1]
+    total = np.zeros([along[axis] if k == axis else n for k, n in enumerate(x.shape)])
     for place_S, weight_S in zip(places_KS, weights_KS, strict=True):
         total += np.take(x, place_S, axis) * weight_S.reshape(along)
     return total
 
 
-def _taps(length: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """(places, weights) [K, size]: output s is the sum over K of the input at place times weight. Weights sum to 1."""
-    factor = length / size
+def taps(length: int, size: int, factor: float, first: int = 0) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(places, weights) [K, S] of the outputs ``first`` to ``size``, which are ``factor`` of ``length`` inputs apart:
+    output s is the sum over K of the input at place times weight. Weights sum to 1."""
     reach = max(1.0, factor)
-    centre_S = (np.arange(size) + 0.5) * factor - 0.5
+    centre_S = (np.arange(first, size) + 0.5) * factor - 0.5
     first_S = np.floor(centre_S - reach).astype(np.int64) + 1
     places_KS = first_S + np.arange(math.ceil(2 * reach) + 1)[:, None]
     weights_KS = np.maximum(0.0, 1 - np.abs(places_KS - centre_S) / reach)
     weights_KS[(places_KS < 0) | (places_KS >= length)] = 0
-    return np.clip(places_KS, 0, length - 1), weights_KS / weights_KS.sum(0)
+    total_S = np.zeros(weights_KS.shape[1])
+    for weight_S in weights_KS:  # numpy's own sum has another order if there is one output
+        total_S += weight_S
+    return np.clip(places_KS, 0, length - 1), weights_KS / total_S

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet_core.base.errors import DataError
-from fleet_core.data.shaping import resize
+from fleet_core.data.shaping.resample import Resampler
 
 Array = NDArray[Any]
 
@@ -58,9 +58,7 @@ def at_rate(sound: NDArray[np.float32], from_hz: int, to_hz: int) -> NDArray[np.
     """Sound [samples] at another rate."""
     if from_hz == to_hz or not len(sound):
         return sound
-    size = max(1, (len(sound) * to_hz + from_hz // 2) // from_hz)
-    resampled: NDArray[np.float32] = resize.resampled(sound, 0, size).astype(np.float32)
-    return resampled
+    return Resampler(from_hz, to_hz).last(sound)
 
 
 def windows(sound: NDArray[np.float32], length: int, stride: int) -> NDArray[np.float32]:

@@ -1,0 +1,6 @@
+"""Sources: sensors whose readings become samples of the device, without a program of the user's own. docs/sources.md
+
+``interface`` is what a source is. ``text_lines`` reads lines of text, for ``command``, ``serial_port`` and ``topic``;
+``folder`` takes files, ``microphone`` sound, ``camera`` images, ``iio`` sensors of the kernel. ``buttons`` label the
+last sample. ``running`` runs them all beside the agent and stores what they give, ``trying`` shows it.
+"""

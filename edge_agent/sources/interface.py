@@ -1,0 +1,57 @@
+"""What a source is: it gives readings, whole samples, and what was lost. ``running`` makes samples of them.
+
+A feed is used by one thread. It opens its sensor when it is made, and raises SourceError, ConfigError or OSError then
+and when the sensor fails; it is closed and made again after that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fleet_core.data.live import Readings, Taken
+
+MAX_BYTES_PER_S = 2 << 20
+"""More is not read from a source; it has to wait."""
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Something came and could not be used, or may be missing: windows end here. why: empty if that is as it should
+    be."""
+
+    why: str = ""
+
+
+Item = Readings | Taken | Lost
+
+
+class Feed(Protocol):
+    """An open sensor."""
+
+    def read(self, timeout_s: float) -> list[Item] | None:
+        """What came, after ``timeout_s`` seconds at the latest; None when nothing more will come. Items hold whole
+        samples, x [*shape] in the shape of the fleet or of what ``prepared`` takes, or readings."""
+
+    def close(self) -> None:
+        """Ends the sensor's program or connection."""
+
+
+class Pace:
+    """Slows reading down to ``MAX_BYTES_PER_S``."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep):
+        self._clock, self._sleep = clock, sleep
+        self._since, self._bytes = clock(), 0
+
+    def came(self, size: int) -> None:
+        """Waits if too much came in this second."""
+        now = self._clock()
+        if now - self._since > 1.0:
+            self._since, self._bytes = now, 0
+        self._bytes += size
+        if self._bytes > MAX_BYTES_PER_S:
+            self._sleep(max(0.0, self._since + 1.0 - now))

@@ -1,0 +1,82 @@
+"""Readings that come in messages on an MQTT topic, of the fleet's broker or another one."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from edge_agent.connection.broker_login import TlsFiles, tls_files
+from edge_agent.sources.interface import MAX_MESSAGE_BYTES, Item, Lost, Pace
+from edge_agent.sources.text_lines import TextLines
+from fleet_core.base.errors import ConfigError, SourceError
+from fleet_core.board.device_settings import Settings
+from fleet_core.board.source_settings import Mqtt, MqttSource
+from fleet_core.link.interface import Denied, Disconnected, Message
+from fleet_core.link.mqtt import MqttLink, check_plain
+
+PACKET_BYTES = MAX_MESSAGE_BYTES + 70_000
+DENIED = "let this device read the topic, or name another broker: broker = \"mqtt://HOST\""
+
+
+class Topic:
+    """The messages on a topic. Raises ConfigError for settings that cannot be used, LinkError for a wrong topic."""
+
+    def __init__(self, about: Mqtt, home: Path, settings: Settings):
+        device, own = settings.device, not about.broker
+        self._url = about.broker or device.broker
+        files: TlsFiles = tls_files(home, settings) if own else {}
+        if not own:
+            check_plain(about.broker, about.plain)
+        self._link = MqttLink(
+            self._url, client_id=f"{device.fleet}-{device.name}-{secrets.token_hex(4)}", username=about.username,
+            password=_password(about, home), max_incoming_bytes=PACKET_BYTES, **files,
+        )
+        self._link.subscribe(about.topic)
+        self._link.open()
+
+    def read(self, timeout_s: float) -> list[bytes | Lost]:
+        """What came; lost where the connection broke. Raises SourceError if the broker refuses."""
+        found: list[bytes | Lost] = []
+        for event in self._link.poll(timeout_s):
+            if isinstance(event, Message) and not event.retain:
+                found.append(event.payload)
+            elif isinstance(event, Disconnected):
+                found.append(Lost(f"{self._url}: {event.reason}"))
+            elif isinstance(event, Denied):
+                raise SourceError(f"the broker refuses: {event.reason}", where=f"{self._url} {event.topic}",
+                                  hint=DENIED)
+        return found
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class TopicFeed:
+    """Readings of messages: one each, or a line each of several lines. Those that the broker kept are not read."""
+
+    def __init__(self, source: MqttSource, home: Path, settings: Settings):
+        self._topic, self._text, self._pace = Topic(source, home, settings), TextLines(source.columns), Pace()
+
+    def read(self, timeout_s: float) -> list[Item] | None:
+        found: list[Item] = []
+        for one in self._topic.read(timeout_s):
+            if isinstance(one, Lost):
+                found.append(one)
+            else:
+                self._pace.came(len(one))
+                found += self._text.message(one)
+        return found
+
+    def close(self) -> None:
+        self._topic.close()
+
+
+def _password(about: Mqtt, home: Path) -> str | None:
+    if about.password_file is None:
+        return None
+    path = home / about.password_file
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path),
+                          expected="a file with a password") from error
