@@ -30,6 +30,7 @@ EXAMPLES = {
     "samples add": "edge-agent samples add idle.csv --label idle --home pi-07",
     "samples list": "edge-agent samples list --home pi-07",
     "samples drop": "edge-agent samples drop --last 1 --home pi-07",
+    "sources": "edge-agent sources --try 5 --home pi-07",
     "energy": "edge-agent energy --home pi-07",
     "energy calibrate": "edge-agent energy calibrate --meter-watts 3.1 6.1 --home pi-07",
     "doctor": "edge-agent doctor --home pi-07",
