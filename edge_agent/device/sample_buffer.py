@@ -8,11 +8,12 @@ power cut may lose the newest ones. A file that cannot be read is removed.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ MAX_SAMPLE_BYTES = 1 << 26
 BLOCK = 4096
 SUFFIX = ".safetensors"
 LABELLING = ".labelling-"
+STORED = re.compile(ID + re.escape(SUFFIX)).fullmatch
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class SampleBuffer:
     max_bytes: int
     max_age_s: float
     clock: Callable[[], float] = time.time
+    _sizes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    """Bytes on disk of files by name: a full buffer has thousands, and they do not change."""
 
     def add(self, x: np.ndarray[Any, Any], taken_at: float | None = None) -> str:
         """Stores a raw sample and returns its id; the oldest ones go where a limit is passed. taken_at: Unix seconds;
@@ -61,7 +65,7 @@ class SampleBuffer:
         now = self.clock()
         with storage.locked(self.folder):
             files = self._files()
-            latest = int(files[-1].name[:16], 16) if files else 0
+            latest = int(files[-1][:16], 16) if files else 0
             name = f"{max(latest + 1, int(now * 1e9)):016x}{secrets.token_hex(4)}"
             self._make_room(files, now, size)
             stored_time = {"time": repr(float(now if taken_at is None else taken_at))}
@@ -71,7 +75,7 @@ class SampleBuffer:
     def ids(self) -> list[str]:
         """Of the samples that have not passed the age, oldest first. Raises StateError."""
         oldest = self._oldest_kept(self.clock())
-        return [path.name[:24] for path in self._files() if path.name >= oldest]
+        return [name[:24] for name in self._files() if name >= oldest]
 
     def read(self, name: str) -> Stored | None:
         """The sample; None if there is none. Raises StateError if the file cannot be read; it is removed if damaged."""
@@ -119,9 +123,10 @@ class SampleBuffer:
     def _path(self, name: str) -> Path | None:
         return self.folder / (name + SUFFIX) if re.fullmatch(ID, name) else None
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> list[str]:
+        """The names of the samples' files, oldest first."""
         try:
-            return sorted(path for path in self.folder.iterdir() if re.fullmatch(ID + re.escape(SUFFIX), path.name))
+            return sorted(name for name in os.listdir(self.folder) if STORED(name))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -130,18 +135,25 @@ class SampleBuffer:
     def _oldest_kept(self, now: float) -> str:
         return f"{max(0, int((now - self.max_age_s) * 1e9)):016x}"
 
-    def _make_room(self, files: list[Path], now: float, size: int) -> None:
+    def _make_room(self, files: list[str], now: float, size: int) -> None:
         """Removes old samples until another one of ``size`` bytes fits."""
-        oldest, sizes = self._oldest_kept(now), {}
-        for path in files:
-            with contextlib.suppress(FileNotFoundError):
-                sizes[path] = _on_disk(path.stat().st_size)
-        total, number = sum(sizes.values()), len(sizes)
-        for path, bytes_ in sizes.items():
-            if path.name >= oldest and total + size <= self.max_bytes and number < MAX_SAMPLES:
+        oldest, known = self._oldest_kept(now), self._sizes
+        sizes = {name: known[name] if name in known else self._size(name) for name in files}
+        total, number = sum(sizes.values()), len(files)
+        for name in files:
+            if name >= oldest and total + size <= self.max_bytes and number < MAX_SAMPLES:
                 break
-            path.unlink(missing_ok=True)
-            total, number = total - bytes_, number - 1
+            (self.folder / name).unlink(missing_ok=True)
+            total, number = total - sizes.pop(name), number - 1
+        self._sizes.clear()
+        self._sizes.update(sizes)
+
+    def _size(self, name: str) -> int:
+        """Bytes on disk; 0 for a file that is gone."""
+        try:
+            return _on_disk(os.stat(self.folder / name).st_size)
+        except FileNotFoundError:
+            return 0
 
 
 def _on_disk(size: int) -> int:

@@ -137,3 +137,23 @@ def test_several_threads_and_buffers_lose_nothing(tmp_path: Path) -> None:
     held = buffer(tmp_path)
     assert held.ids() == sorted(names)
     assert len(set(names)) == 40
+
+
+def test_files_of_another_process_count_and_each_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there, measured = buffer(tmp_path, blocks=8), buffer(tmp_path, blocks=8), list[str]()
+    size = SampleBuffer._size
+
+    def noted(self: SampleBuffer, name: str) -> int:
+        measured.append(name)
+        return size(self, name)
+
+    monkeypatch.setattr(SampleBuffer, "_size", noted)
+    names = [(here, there)[k % 2].add(X) for k in range(3)]
+    measured.clear()
+    for k in range(3):
+        names.append(here.add(X + k))
+    assert len(measured) == len(set(measured)) <= 4
+    assert here.ids() == names[-len(here.ids()) :]
+    assert sum(path.stat().st_size for path in here.folder.glob("*.safetensors")) <= 8 * BLOCK
