@@ -29,7 +29,8 @@ from fleet_core.model.layout import InputSpec
 
 FILE = "sources.json"
 READ_S = 0.5
-TOLD_S = 5.0
+TOLD_S = 30.0
+"""Counts are written so seldom, to spare a card; what a source does is written at once."""
 FIRST_S, LAST_S = 1.0, 300.0
 STABLE_S = 60.0
 """A source that ran so long is opened again after the first wait."""
