@@ -122,9 +122,9 @@ def test_a_folder_that_is_no_fleets_is_refused(
     assert "there is no fleet here" in ended.err
 
 
-def test_every_extra_of_an_operator_is_looked_for() -> None:
+def test_every_extra_of_an_operator_and_that_of_private_updates_is_looked_for() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = dict(re.findall(r'^(aggregator|operator) = \["metafleet\[([\w,]+)\]"\]$', project, re.MULTILINE))
     assert extras.keys() == {"aggregator", "operator"}
     named = {name for extra in extras.values() for name in extra.split(",")}
-    assert doctor.EXTRAS.keys() == named - {"server", "aggregator"}
+    assert doctor.EXTRAS.keys() == named - {"server", "aggregator"} | {"privacy"}
