@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -97,6 +99,19 @@ def one_torch_thread(torch_threads: None) -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Each worker of a whole run first imports files of its own. In a new checkout pytest rewrites the assertions of
+    every file and keeps the result on the disk; this way each worker does not do so for all files."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != session.config.getini("testpaths"):
+        return
+    first, workers = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
+    root = session.config.rootpath
+    for path in sorted(root.glob("tests/**/test_*.py"))[first::workers]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting the file reports it
+            importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 @pytest.hookimpl(optionalhook=True)

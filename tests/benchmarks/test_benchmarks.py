@@ -319,6 +319,7 @@ def test_what_subnormals_cost_is_of_the_same_step_in_turn() -> None:
     assert found["ratio"] == pytest.approx(found["kept"] / found["flushed"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_memory_of_many_devices_is_reported_with_the_states_on_the_disk(torch_threads: None) -> None:
     found = simulated_memory.measure(9, 2)
     assert found["peak_bytes"] > 100 << 20

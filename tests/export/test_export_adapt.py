@@ -404,6 +404,7 @@ def test_a_convolutions_gradients_are_torchs(
         np.testing.assert_allclose(value(here), there.numpy(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "dilation", "ceil"),
     [(2, 2, 0, 1, False), (2, 3, 0, 1, False), (2, 2, 1, 1, False), (3, 2, 0, 1, False), (3, 3, 0, 1, True),

@@ -36,6 +36,7 @@ def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
     return Dropping(shape[0], classes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "spec", "method", "why"), [
     ("tests.export.test_export_train:dropping", InputSpec((6,)), "fedavg", "draws at random in training"),
     ("mlp", InputSpec((6,)), "pfedgp", "the estimator gp of pfedgp cannot become a graph"),

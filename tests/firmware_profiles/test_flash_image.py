@@ -269,6 +269,7 @@ def test_bookworms_first_run_leaves_user_wifi_and_service_and_itself_goes(system
 # Images as they come --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_image_is_the_same_however_it_is_packed(tmp_path):
     data = os.urandom(MIB) + bytes(11 * MIB) + os.urandom(512)
     packings = {
@@ -350,6 +351,7 @@ def test_no_secret_is_in_the_command_line_of_a_program_or_left_in_a_temporary_fi
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+@pytest.mark.slow
 @NEEDS
 def test_a_flashed_image_can_be_flashed_again_from_a_packed_one(tmp_path, card):
     first, source = tmp_path / "first.img", tmp_path / "card.img.xz"
@@ -386,6 +388,7 @@ def test_a_program_that_fits_nowhere_is_refused_before_it_is_written(tmp_path, c
     assert {path.name for path in tmp_path.iterdir()} == {"program.tar.gz"}
 
 
+@pytest.mark.slow
 @NEEDS
 def test_a_run_that_is_cut_off_leaves_nothing_that_looks_finished_and_the_next_finishes(tmp_path, card, monkeypatch):
     out, made = tmp_path / "out.img", packed(tmp_path)
@@ -476,6 +479,7 @@ def test_an_image_of_another_system_is_refused_before_anything_is_written(tmp_pa
     assert not list(tmp_path.glob("*out.img*"))
 
 
+@pytest.mark.slow
 @NEEDS
 @pytest.mark.parametrize("packing", ["img", "xz"])
 def test_an_image_of_another_system_is_refused_by_a_rehearsal_too_and_before_the_token_is_requested(tmp_path, packing):

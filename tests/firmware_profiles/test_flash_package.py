@@ -65,6 +65,7 @@ def content(made, name: str) -> str:
         return file.read().decode()
 
 
+@pytest.mark.slow
 def test_the_program_holds_the_agent_and_the_boards_own_pinned_wheels(made):
     assert 'TAG = "cp313-cp313-manylinux_2_28_aarch64"' in content(made, "lib/onnxruntime/__init__.py")
     assert 'VERSION = "1.23.2"' in content(made, "lib/onnxruntime/__init__.py")
@@ -139,6 +140,7 @@ def left_out() -> set[str]:
     return {line.partition(";")[0] for line in lines if not line.startswith("#")}
 
 
+@pytest.mark.slow
 def test_what_nothing_on_a_device_imports_is_left_out_unless_torch_or_a_wheel_of_the_user_may_need_it(
     tmp_path, cache, index, made
 ):

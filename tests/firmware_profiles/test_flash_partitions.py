@@ -76,6 +76,7 @@ def test_a_gpt_gives_its_partitions_in_bytes_for_both_sizes_of_sectors(layout, s
     assert read(bytes(image), 1 << 50) == wanted
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_damaged_gpt_is_refused_or_its_damage_does_not_matter(data):

@@ -27,6 +27,7 @@ def device(tmp_path: Path) -> FakeRoot:
     return fake_root(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signed_program_is_installed_beside_the_one_that_runs_and_stays_when_its_agent_is_connected(
     device: FakeRoot, tmp_path: Path
 ) -> None:
@@ -39,6 +40,7 @@ def test_a_signed_program_is_installed_beside_the_one_that_runs_and_stays_when_i
     assert not (device.inbox / "ready").exists()
 
 
+@pytest.mark.slow
 def test_a_program_whose_agent_does_not_come_up_connected_is_left_again(device: FakeRoot, tmp_path: Path) -> None:
     result = device.pull(an_update(tmp_path, "1.1-bbb", DEAF))
     assert (result["outcome"], device.runs) == ("back", "1.0-aaa")
@@ -98,6 +100,7 @@ def test_a_program_for_another_machine_or_python_is_refused(device: FakeRoot, tm
     assert device.runs == "1.0-aaa"
 
 
+@pytest.mark.slow
 def test_an_archive_that_writes_outside_its_folder_changes_nothing_there(device: FakeRoot, tmp_path: Path) -> None:
     """Even with the fleet's signature: by mistake only, for ``content_of`` refuses such an archive first."""
     for more in ({"../outside": b"evil"}, {"lib/link": b"->/etc"}):
@@ -227,6 +230,7 @@ def deploy(device: FakeRoot, folder: Path, *, fail_after: str = "") -> list[tupl
     return ran
 
 
+@pytest.mark.slow
 def test_mender_takes_a_good_program_through_its_states(device: FakeRoot, tmp_path: Path) -> None:
     update_package.save(an_update(tmp_path, "1.1-bbb"), tmp_path / "api/files")
     assert deploy(device, tmp_path / "api") == [

@@ -84,6 +84,7 @@ def test_a_connection_that_is_lost_is_reported_with_the_step(board: Board) -> No
 # Host keys
 
 
+@pytest.mark.slow
 @needs_board
 def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_taken_up_by_it(board: Board) -> None:
     board.known.unlink()

@@ -43,6 +43,7 @@ def test_a_simulation_gives_a_row_for_each_evaluated_round(runs: list[metafleet.
         assert all(isinstance(value, (str, int, float)) for row in rows for value in row.values())
 
 
+@pytest.mark.slow
 def test_runs_are_read_again_and_compared(runs: list[metafleet.Run], tmp_path: Path) -> None:
     again = metafleet.read_runs(runs[0].finished.where.parent.parent)
     assert {run.seed: run.curve() for run in again} == {run.seed: run.curve() for run in runs}

@@ -277,6 +277,7 @@ def test_a_restarted_aggregator_names_the_same_chain(fleet: Any) -> None:
             name: fetched(undisturbed, name, number) for name in cohort(w, number)}
 
 
+@pytest.mark.slow
 def test_after_a_checkpoint_of_the_version_before_the_chain_begins_anew(fleet: Any) -> None:
     w = fleet(rounds=8)
     run_to(w, 3)
@@ -309,6 +310,7 @@ def of_the_version_before(agent: Any) -> None:
     models.next_blob = lambda seen: models.blob_for(seen.model, method_of(seen).down)
 
 
+@pytest.mark.slow
 def test_an_agent_of_the_version_before_gets_the_whole_and_the_others_their_deltas(fleet: Any) -> None:
     w = fleet()
     of_the_version_before(w.agents["d0"])
@@ -441,6 +443,7 @@ def test_a_link_that_the_broker_lost_is_published_again(fleet: Any) -> None:
     assert all(fetched(w, name, 5) < whole(w) / 2 for name in missing(w, 5))
 
 
+@pytest.mark.slow
 def test_a_device_that_dies_on_its_way_goes_on_from_where_it_is(fleet: Any) -> None:
     faults, on_the_way = BrokerFaults(), list[str]()
     w = fleet(rounds=6, broker=LoopbackBroker(faults=faults))

@@ -87,6 +87,7 @@ def test_as_many_failures_as_are_allowed_do_not_halt(make: Make) -> None:
     assert (fleet.update.of("failed"), fleet.update.of("done")) == (["a"], ["b", "c"])
 
 
+@pytest.mark.slow
 def test_a_device_that_says_nothing_in_time_has_failed(make: Make) -> None:
     fleet = make({"a": ("silent", "")})
     fleet.begin(package(fleet), NAMES, sizes=(1,), within_s=100.0)

@@ -76,6 +76,7 @@ def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run,
     assert "not signed" in run("bundle", "verify", tmp_path / "b")[1]
 
 
+@pytest.mark.slow
 def test_where_the_fleets_key_is_not_a_bundle_is_not_signed_and_says_so(
     fleet: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_where_the_fleets_key_is_not_a_bundle_is_not_signed_and_says_so(
         device_bundle.read(tmp_path / "b", signed=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_the_served_model_of_its_round(fleet: Path, run: Run, tmp_path: Path) -> None:
     state = fleet / "state" / "round-000000003.safetensors"
     code, _, err = run("export", state, "--to", tmp_path / "b.bundle", "--stored", "fp16")
@@ -98,6 +100,7 @@ def test_a_checkpoint_gives_the_served_model_of_its_round(fleet: Path, run: Run,
         np.testing.assert_array_equal(array, storage.flatten(wanted)[key].astype(np.float16).astype(np.float32))
 
 
+@pytest.mark.slow
 def test_an_int8_encoder_comes_with_its_cost(fleet: Path, run: Run, tmp_path: Path) -> None:
     save(tmp_path / "data.npz", samples(90, seed=1))
     code, out, err = run("export", fleet, "--to", tmp_path / "b", "--int8", tmp_path / "data.npz", "--json")

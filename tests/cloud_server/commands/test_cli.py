@@ -238,6 +238,7 @@ def test_a_wrong_command_is_answered_in_plain_text_with_the_nearest_one() -> Non
     assert not COLOUR.search(done.stderr)
 
 
+@pytest.mark.slow
 def test_a_fleets_report_is_one_page(run: Run, place: Path) -> None:
     page = place / "page.html"
     assert run("metafleet", "report", place / "fleet", "--out", page).out == f"{page}\n"
@@ -371,6 +372,7 @@ def test_a_hyper_parameter_that_the_method_does_not_have_is_refused(run: Run, pl
     refused(ran, 2, f"{path}:{len(path.read_text().splitlines())}: hyper.penlty: unknown key", "'penalty'")
 
 
+@pytest.mark.slow
 def test_every_mistake_in_device_toml_is_reported_at_once(run: Run, place: Path) -> None:
     path = place / "d0" / "device.toml"
     path.write_text(path.read_text().replace('name = "d0"', 'name = "d 0"') + "[trian]\nthreads = 2\n")
@@ -435,12 +437,14 @@ def test_a_port_in_use_is_reported(run: Run, place: Path, port: int) -> None:
     assert contents(place) == before
 
 
+@pytest.mark.slow
 def test_one_folder_has_one_aggregator(run: Run, place: Path) -> None:
     with Fleet.load(place / "fleet").lock():
         ran = run("metafleet", "server", "start", place / "fleet", "--broker", NOBODY)
     refused(ran, 1, f"{place / 'fleet'}: another aggregator is running here")
 
 
+@pytest.mark.slow
 def test_one_home_has_one_agent(run: Run, place: Path) -> None:
     home = DeviceState(place / "d0")
     home.lock()
@@ -480,6 +484,7 @@ def test_a_device_that_cannot_answer_is_not_asked(run: Run, place: Path, data: P
         refused(ran, 2, words, f"hint: metafleet devices list {fleet}")
 
 
+@pytest.mark.slow
 def test_pause_and_resume_say_what_they_did(run: Run, place: Path) -> None:
     path = place / "fleet"
     text = (path / "fleet.toml").read_text()
@@ -608,6 +613,7 @@ def test_a_folder_of_another_fleet_is_refused(run: Run, data: Path, place: Path)
     assert contents(place) == before
 
 
+@pytest.mark.slow
 def test_rounds_without_their_fleet_toml_are_not_given_to_another_fleet(run: Run, data: Path, place: Path) -> None:
     (place / "fleet" / "fleet.toml").unlink()
     before = contents(place)
@@ -661,6 +667,7 @@ def test_a_device_whose_graph_is_another_models_gives_no_answer(run: Run, place:
     assert contents(place) == before
 
 
+@pytest.mark.slow
 def test_a_home_without_a_device_says_how_to_enroll_one(run: Run, tmp_path: Path) -> None:
     for command in ("run", "status", "personalize", "predict x.npy", "samples add x.npy --label a"):
         ran = run("edge-agent", *command.split(), "--home", tmp_path)
@@ -736,6 +743,7 @@ BAD_INPUTS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("array", "words"), BAD_INPUTS.values(), ids=BAD_INPUTS)
 def test_an_input_that_is_no_sample_is_refused_everywhere(run: Run, place: Path, array: Any, words: str) -> None:
     file = place / "input.npy"
@@ -795,6 +803,7 @@ def test_a_report_of_what_is_no_result_is_refused(run: Run, place: Path) -> None
     assert not (place / "page.html").exists()
 
 
+@pytest.mark.slow
 def test_a_listing_that_nobody_reads_to_its_end_ends_quietly() -> None:
     reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
     reader.wait()
@@ -810,6 +819,7 @@ def test_a_listing_that_nobody_reads_to_its_end_ends_quietly() -> None:
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no switch for it")
 def test_a_file_of_the_users_in_the_working_folder_stands_in_for_no_module(tmp_path: Path) -> None:
     for module, asked in (("cloud_server.commands.cli", "methods"), ("edge_agent.commands.cli", "--help")):
@@ -850,12 +860,14 @@ def test_a_fleet_is_named_after_its_folder_in_letters_that_a_topic_takes(folder:
     assert topics.NAME.fullmatch(name)
 
 
+@pytest.mark.slow
 def test_a_command_that_is_told_can_be_copied_where_a_path_has_a_space(tmp_path: Path) -> None:
     done = subprocess.run(processes.command("cloud_server.commands.cli", "devices", "list", "my fleet"), cwd=tmp_path,
                           capture_output=True, text=True)
     assert done.stderr.endswith("hint: metafleet init 'my fleet'\n")
 
 
+@pytest.mark.slow
 def test_a_backup_is_a_fleet_with_its_keys_and_its_owners_alone(run, place, tmp_path):
     fleet, to = place / "fleet", tmp_path / "copies" / "monday"
     (fleet / "mosquitto" / "broker.log").write_text("what the broker said")

@@ -140,6 +140,7 @@ def test_an_experiment_that_cannot_work_is_refused_before_the_first_round(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_experiment_is_refused(run: Run, small: Path, tmp_path: Path) -> None:
     run("simulate", small, "--out", tmp_path / "out", "--jobs", 1, "--set", "seeds=[0]")
     for more in ([], ["--dry-run"]):
@@ -278,6 +279,7 @@ def test_advise_refuses_data_that_cannot_be_evaluated(run: Run, tmp_path: Path) 
     assert "holds 2 clients, 2 with 20 samples or more; expected 4 such clients" in ran.err
 
 
+@pytest.mark.slow
 def test_advise_writes_its_advice_and_the_settings_of_a_fleet(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_flashed_image_holds_a_token_of_the_fleet_and_nothing_secret_is_printe
         assert secret not in printed.out + printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.needs(*PROGRAMS)
 @pytest.mark.usefixtures("system")
 @pytest.mark.parametrize("as_json", [True, False])

@@ -60,6 +60,7 @@ def test_a_program_is_signed_for_the_devices_that_need_it_and_asked_for(desk: Pa
     assert [entry["action"] for entry in audit_log.read(desk / "lab")][-1] == "update"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "words"), [
     (("--device", "c"), "c: is for x86_64 3.11"),
     (("--device", "d"), "d: fetches no programs"),
@@ -76,6 +77,7 @@ def test_what_cannot_be_updated_so_is_refused(desk: Path, run: Run, options: tup
         assert "update" not in ledger.requests()
 
 
+@pytest.mark.slow
 def test_one_update_is_under_way_at_a_time_and_its_state_is_told(desk: Path, run: Run) -> None:
     fleet = desk / "lab"
     assert run("updates", "status", fleet).code == 0

@@ -203,6 +203,7 @@ def test_who_comes_with_a_token_and_who_is_refused_is_in_it(tmp_path: Path) -> N
 # Read -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_lists_the_lines_and_fails_for_a_broken_chain(tmp_path: Path) -> None:
     fleet = fleet_without_model(tmp_path / "fleet")
     assert metafleet("audit", fleet.folder).exit_code == 0

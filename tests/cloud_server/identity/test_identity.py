@@ -354,6 +354,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text", "said"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_token_is_refused_before_it_is_spent(
     enroller: Enroller, correspondence: Correspondence, tmp_path: Path, name: str, text: str, said: str

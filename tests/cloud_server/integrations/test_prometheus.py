@@ -130,6 +130,7 @@ def test_a_port_in_use_is_told(fleet: Fleet) -> None:
     end()
 
 
+@pytest.mark.slow
 def test_the_command_answers_until_it_is_stopped(fleet: Fleet, programs: Programs) -> None:
     program = programs.start(*metafleet("metrics", fleet.folder, "--port", "0"))
     program.wait_for("/metrics")

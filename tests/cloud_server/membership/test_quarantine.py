@@ -68,6 +68,7 @@ def test_who_is_named(tmp_path: Path) -> None:
         assert suspects(made)["hostile"].startswith("3 of its last 3")
 
 
+@pytest.mark.slow
 def test_an_operator_quarantines_a_device_that_status_names_and_releases_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +125,7 @@ def test_an_update_of_the_open_round_is_withdrawn_with_its_device(tmp_path: Path
     w.close()
 
 
+@pytest.mark.slow
 def test_by_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, {"d1": -100.0})
     w = fleet(tmp_path, "quarantine = true")

@@ -83,6 +83,7 @@ def test_a_backup_that_is_one_round_old_is_noticed(fleet):
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
     """The number of the restored fleet's next epoch is one that devices already hold."""
     w = fleet(rounds=9, devices=3)
@@ -97,6 +98,7 @@ def test_duals_that_started_again_after_the_backup_do_not_come_back(fleet):
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_device_that_comes_long_after_the_backup_was_put_back_is_noticed(fleet):
     """By then the rounds have passed the one that the device knows."""
     w = fleet(rounds=9, devices=3)
@@ -137,6 +139,7 @@ def test_a_backup_is_noticed_once_whatever_restarts(fleet):
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_fleet_of_the_same_name_founded_anew_starts_with_duals_of_its_own(fleet):
     w = fleet(rounds=6, devices=2)
     back_up(w)  # before its first round: all but the key is as in a new one
@@ -146,6 +149,7 @@ def test_a_fleet_of_the_same_name_founded_anew_starts_with_duals_of_its_own(flee
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_device_keeps_the_state_of_one_epoch(fleet):
     """Every device that leaves starts an epoch: keeping them all would fill the disk one day."""
     w = fleet(rounds=12, devices=4)

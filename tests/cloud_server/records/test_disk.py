@@ -269,6 +269,7 @@ def read_only(tmp_path: Path) -> Iterator[Callable[[Path], Callable[[], None]]]:
         command("umount", "-l", folder)
 
 
+@pytest.mark.slow
 def test_a_folder_that_becomes_read_only_is_named_in_the_status_until_it_can_be_written(copy, read_only):
     wanted = checkpoint_bits(run(copy()))
     w = start(copy())
@@ -336,6 +337,7 @@ def deleted(path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "said"),
     [(flipped, "is damaged"), (another_epoch, "is damaged"), (shortened, "is damaged"), (emptied, "is damaged"),
@@ -374,6 +376,7 @@ def test_writes_that_a_power_cut_ended_are_cleared(copy):
     assert not torn.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flipped, shortened, emptied])
 def test_a_served_model_that_is_damaged_is_set_aside_and_made_again(copy, damage):
     w = run(copy())

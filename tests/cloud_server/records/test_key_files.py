@@ -175,6 +175,7 @@ def test_another_passphrase_opens_the_keys_and_the_one_before_does_not(fleet: Fl
     assert works(fleet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["keys.seal", "fleet.key"])
 def test_a_damaged_or_foreign_sealed_file_is_refused(
     tmp_path: Path, fleet: Fleet, passphrase: Passphrase, name: str
@@ -230,6 +231,7 @@ def test_a_service_gets_the_passphrase_from_systemd_alone(
     assert works(fleet)
 
 
+@pytest.mark.slow
 def test_the_command_encrypts_changes_and_removes_and_refuses_while_an_aggregator_runs(
     fleet: Fleet, passphrase: Passphrase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> World:
         return w
 
 
+@pytest.mark.slow
 def test_the_codecs_of_a_round_are_in_its_signed_manifest_and_in_the_ledger(tmp_path: Path) -> None:
     w = started(tmp_path)
     announced = {}

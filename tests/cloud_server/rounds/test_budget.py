@@ -65,6 +65,7 @@ def cohorts(w: World) -> list[tuple[str, ...]]:
 # The fleet ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_spent_budget_ends_the_run_serves_what_was_learned_and_stays_so(fleet: Make) -> None:
     w = fleet("[budget]\nbytes = 30_000")
     assert w.pump(lambda: w.server.finished)
@@ -82,6 +83,7 @@ def test_a_spent_budget_ends_the_run_serves_what_was_learned_and_stays_so(fleet:
     assert not w.pump(lambda: w.closed() > closed, steps=200)
 
 
+@pytest.mark.slow
 def test_a_raised_budget_goes_on(fleet: Make) -> None:
     w = fleet("[budget]\nbytes = 30_000")
     assert w.pump(lambda: w.server.finished)
@@ -101,6 +103,7 @@ def test_money_and_joules_end_a_run_as_bytes_do(fleet: Make) -> None:
     assert used(w) >= 30_000
 
 
+@pytest.mark.slow
 def test_joules_that_nobody_reports_are_not_kept_and_that_is_said(fleet: Make) -> None:
     w = fleet("[budget]\njoules = 1")
     assert w.pump(lambda: w.closed() == ROUNDS)
@@ -133,6 +136,7 @@ def test_a_target_is_not_taken_from_the_reports_of_a_few_devices(fleet: Make) ->
     assert json.loads(w.server.ledger.fact("reached")) == [1, pytest.approx(0.9)]
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_as_many_evaluations_without_a_gain_as_it_is_patient_for(fleet: Make) -> None:
     w = fleet("[budget]\npatience = 1\nmin_gain = 1")
     assert w.pump(lambda: w.server.finished)
@@ -160,6 +164,7 @@ def test_a_gain_is_more_than_the_least_gain_over_the_best_before(
 # A device's day -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_device_that_has_used_its_share_is_not_asked_until_the_next_day(fleet: Make) -> None:
     w = fleet("[budget.device_day]\nbytes = 100_000")
     budget = w.server._parts.budget
@@ -197,6 +202,7 @@ def test_devices_show_and_status_say_who_is_not_asked_today(fleet: Make, monkeyp
     assert not w.pump(lambda: w.closed() > closed, steps=200)
 
 
+@pytest.mark.slow
 def test_the_cohort_is_the_seeded_draw_among_those_that_have_a_share_left(fleet: Make) -> None:
     w = fleet("[budget.device_day]\nbytes = 1e9", devices=4, more="cohort = 2")
     assert w.pump(lambda: w.closed() >= 1)
@@ -248,6 +254,7 @@ def test_limits_of_nothing_and_unknown_ones_are_refused(fleet: Make) -> None:
     assert "did you mean 'joules'?" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_without_the_table_no_facts_are_written(fleet: Make) -> None:
     w = fleet("")
     assert w.pump(lambda: w.closed() == ROUNDS)

@@ -357,6 +357,7 @@ def check_deaths(founded: World, tmp_path: Path, actor: str, engine: str = "torc
         shutil.rmtree(w.folder)
 
 
+@pytest.mark.slow
 def test_connections_that_die_again_and_again_lose_nothing(fleet):
     w = fleet(rounds=6, link="chunk_bytes = 1024")
     start(w, "d0", "d1", "d2")
@@ -375,6 +376,7 @@ def test_connections_that_die_again_and_again_lose_nothing(fleet):
     assert [r.status for r in w.server.ledger.rounds()] == ["closed"] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["d1", "the aggregator"])
 def test_an_evaluation_that_was_lost_with_a_connection_is_reported_on_the_next(fleet, whose):
     faults = BrokerFaults()
@@ -759,6 +761,7 @@ def forged(w: World, signer: Signer, **changes: Any) -> bytes:
     return signer.sign(messages.encode(replace(now, seq=now.seq + 1000, round=50, **changes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
@@ -1358,6 +1361,7 @@ def test_a_trainer_process_that_cannot_be_started_ends_its_job_with_an_error(mon
 # g. the books -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_the_booked_payload_is_what_the_broker_delivered(fleet, codec):
     faults = BrokerFaults()
@@ -1424,6 +1428,7 @@ def test_joules_and_flops_are_booked_per_round_or_absent(fleet):
 # h. parts of the fleet, and devices that lack the base --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_device_that_lacks_the_base_gets_the_whole_model_and_ends_with_the_same_weights(fleet):
     w = fleet(rounds=8, fleet="cohort = 2", link='down = "int8"')
     start(w, "d0", "d1", "d2", "d3")
@@ -1456,6 +1461,7 @@ def test_the_first_model_goes_as_a_seed_and_whole_to_an_agent_of_the_version_bef
     assert {name: statuses(w, 1)[name] for name in down} == dict.fromkeys(("d0", "d1", "d2"), "counted")
 
 
+@pytest.mark.slow
 def test_a_device_that_lost_its_weights_asks_for_the_whole_model(fleet):
     faults = BrokerFaults()
     w = fleet(rounds=4, broker=LoopbackBroker(faults=faults))
@@ -1474,6 +1480,7 @@ def test_a_device_that_lost_its_weights_asks_for_the_whole_model(fleet):
     assert "d1" in statuses(w, 3)
 
 
+@pytest.mark.slow
 def test_weights_that_changed_on_the_disk_are_noticed_and_fetched_whole(fleet):
     w = fleet(rounds=4)
     start(w, "d0", "d1", "d2")
@@ -1576,6 +1583,7 @@ def test_a_listed_fleet_takes_only_whom_it_was_told_to(fleet):
     assert w.server.checkpoint.state.dual_epoch == 0
 
 
+@pytest.mark.slow
 def test_a_device_that_only_serves_can_be_listed_without_costing_the_duals(fleet):
     w = fleet(rounds=4, fleet='enrolment = "listed"')
     for name in ("d0", "d1", "d2"):
@@ -1591,6 +1599,7 @@ def test_a_device_that_only_serves_can_be_listed_without_costing_the_duals(fleet
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_revoked_device_is_heard_no_more_and_can_be_let_in_again(fleet):
     w = fleet(rounds=6, devices=2)
     start(w, "d0", "d1", "d2")
@@ -1678,6 +1687,7 @@ def test_a_damaged_graph_on_the_disk_is_fetched_again(fleet):
     assert statuses(w, 3)["d1"] == "counted"
 
 
+@pytest.mark.slow
 def test_damaged_training_state_is_set_aside_and_the_fleet_told(fleet):
     w = fleet(rounds=6)
     start(w, "d0", "d1", "d2")
@@ -1694,6 +1704,7 @@ def test_damaged_training_state_is_set_aside_and_the_fleet_told(fleet):
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_continues_later(fleet):
     w = fleet(rounds=4)
     start(w, "d0", "d1", "d2")
@@ -1714,6 +1725,7 @@ def test_a_paused_fleet_closes_its_round_tells_what_was_counted_and_continues_la
     assert w.pump(lambda: finished(w), tick_s=TICK_S)
 
 
+@pytest.mark.slow
 def test_the_served_model_is_evaluated_in_mid_run_too_and_survives_a_restart(fleet):
     w = fleet("per-fedavg-fo", rounds=6, fleet="")
     path = w.fleet.folder / "fleet.toml"
@@ -1793,6 +1805,7 @@ def test_a_round_that_opens_while_a_device_still_fetches_the_last_is_joined_at_o
     assert statuses(w, 3)["d0"] == "counted"
 
 
+@pytest.mark.slow
 def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
     """The aggregator's folder was restored from a backup: the device's update belongs to a round that does not exist
     there."""
@@ -1812,6 +1825,7 @@ def test_what_is_pending_when_the_rounds_went_back_is_discarded(fleet):
     assert statuses(w, 6) == {"d0": "counted", "d1": "counted"}
 
 
+@pytest.mark.slow
 def test_devices_that_know_more_than_a_restored_backup_start_their_duals_again(fleet):
     """Their duals hold rounds that the aggregator has forgotten."""
     w = fleet(rounds=8, devices=2)

@@ -156,6 +156,7 @@ def test_a_device_that_missed_rounds_takes_what_moves_and_holds_the_same_bits(fl
     assert parts, "somebody lacked the base"
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_fit_gives_way_to_the_whole(fleet: Callable[..., World]) -> None:
     """A device lies to itself about which frozen arrays it holds."""
     w = fleet(HEAD, rounds=8, fleet="cohort = 2")
@@ -212,6 +213,7 @@ def test_an_old_agent_takes_part_where_everything_is_trained(method: str) -> Non
     assert "too old" in str(told(parts=True))
 
 
+@pytest.mark.slow
 def test_a_device_that_only_answers_follows_also_with_an_agent_of_the_version_before(
     fleet: Callable[..., World]
 ) -> None:
@@ -260,6 +262,7 @@ def test_patterns_may_change_between_two_lives_also_while_a_round_is_open(fleet:
     check_duals(w, feedback=True)
 
 
+@pytest.mark.slow
 def test_a_devices_frozen_dual_and_residual_keep_their_bits_on_its_disk(fleet: Callable[..., World]) -> None:
     w = fleet("", rounds=4)
     start(w, "d0", "d1", "d2")

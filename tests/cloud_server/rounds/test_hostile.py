@@ -133,6 +133,7 @@ def test_the_log_says_where_duals_are_no_longer_exact(tmp_path: Path) -> None:
     assert not any("minimiser" in line for line in Fleet.load(w.fleet.folder).remarks())
 
 
+@pytest.mark.slow
 def test_the_same_bits_in_any_order_of_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, {"d2": -100.0})
     one = ended(started(tmp_path / "one", rule="history"))

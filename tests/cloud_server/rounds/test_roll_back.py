@@ -126,6 +126,7 @@ def test_a_model_that_costs_the_devices_accuracy_is_rolled_back(
     w.close()
 
 
+@pytest.mark.slow
 def test_what_is_refused_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     w = started(tmp_path)
     with pytest.raises(StateError, match="no earlier served model"):

@@ -68,6 +68,7 @@ def lost(made: ServedModel, after: Checkpoint) -> float:
     return float(trees.norm(trees.subtract(trees.widened(made.weights), exact)) / trees.norm(exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("method", ["fedavg", "pfldyn-maml", "scaffold"])
 def test_a_device_decodes_the_announced_bits_and_they_are_near_the_aggregators(

@@ -83,6 +83,7 @@ def skipped(w: World) -> list[int]:
     return [sum(row.skipped for key, row in updates(w).items() if key[0] == n) for n in range(1, ROUNDS + 1)]
 
 
+@pytest.mark.slow
 def test_a_device_that_skips_is_counted_and_the_round_does_not_wait_for_it(ended: World) -> None:
     rows = updates(ended)
     assert len(rows) == 3 * ROUNDS

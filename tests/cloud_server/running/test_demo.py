@@ -116,6 +116,7 @@ def test_a_demo_opens_its_console_in_the_browser_of_the_user(programs: Programs,
         httpx2.get(url)
 
 
+@pytest.mark.slow
 def test_the_report_of_a_demo_is_self_contained_and_made_again_by_report(demo: Run, tmp_path: Path) -> None:
     page = (demo.folder / "report.html").read_text()
     assert page.startswith("<!")

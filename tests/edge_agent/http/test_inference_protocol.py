@@ -441,6 +441,7 @@ HEADS = st.sampled_from([b"GET / HTTP/1.1", b"POST /v2 HTTP/1.0", b"Host: h", b"
                          b"Transfer-Encoding: chunked", b"Expect: x", b"Connection: close", b"\0", b"\n", b" "])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(HEADS | st.binary(max_size=12), max_size=8).flatmap(
     lambda parts: st.sampled_from([b"", b"\r\n"]).map(lambda between: between.join(parts))

@@ -164,6 +164,7 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_an_agent_answers_scrapes_while_it_waits_for_its_broker(
     finished: Path, tmp_path: Path, programs: Programs
 ) -> None:

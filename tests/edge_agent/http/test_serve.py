@@ -372,6 +372,7 @@ def test_a_server_with_tls_ends_slow_clients_and_finishes_what_it_has_begun(
 # Over MQTT and over HTTP ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pfldyn-proto", "per-fedavg-fo"])
 def test_an_agent_answers_alike_over_mqtt_and_over_http_and_learns_at_once(tmp_path: Path, method: str) -> None:
     w = world(tmp_path, config_text(method, rounds=2, devices=1))
@@ -551,6 +552,7 @@ def test_a_file_that_another_process_damages_is_logged_once_and_the_old_model_an
 # As a process ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_edge_agent_serve_answers_follows_and_ends_in_order(programs: Programs, home: Path, service: Service) -> None:
     program = programs.start(*edge_agent("serve", "--home", home, "--port", 0))
     program.wait_for("answers at http://127.0.0.1:")
@@ -569,6 +571,7 @@ def test_edge_agent_serve_answers_follows_and_ends_in_order(programs: Programs, 
     assert "Traceback" not in program.text()
 
 
+@pytest.mark.slow
 def test_edge_agent_run_answers_over_http_if_a_port_is_set(programs: Programs, home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

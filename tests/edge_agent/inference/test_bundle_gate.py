@@ -102,6 +102,7 @@ def kept_back(model: onnx.ModelProto) -> None:
 STEP = f"next/{BIAS}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "edit", "complaint"),
     [

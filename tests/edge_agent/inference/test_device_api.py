@@ -91,6 +91,7 @@ def test_looking_at_stored_samples_is_no_question(tmp_path: Path) -> None:
     assert watched.sums.answered == 1
 
 
+@pytest.mark.slow
 def test_labels_make_a_device_without_samples_answer(tmp_path: Path) -> None:
     service = homes.service_with_model(homes.home(tmp_path / "d"), "pfldyn-proto", load=False)
     with pytest.raises(DataError, match="no samples yet"):
@@ -126,6 +127,7 @@ def test_a_device_without_a_model_says_so(tmp_path: Path) -> None:
         Device(homes.home(tmp_path / "d"))
 
 
+@pytest.mark.slow
 def test_the_pages_lines_run_as_they_are(tmp_path: Path) -> None:
     made(tmp_path / "pump-1", samples=toy(1, 60))
     page = (ROOT / "docs" / "python-device.md").read_text(encoding="utf-8")

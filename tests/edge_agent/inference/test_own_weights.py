@@ -67,6 +67,7 @@ def test_personal_weights_are_the_same_every_time_and_leave_the_served_model_unc
     assert {a.dtype for a in flat(one)} == {np.dtype(np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.personalizer == "sgd"])
 def test_sgd_takes_full_batch_steps_on_all_groups_however_many_samples_there_are(name: str) -> None:
     """MAML's inner steps, or else fine-tuning; FedBABU's head moves here, from its first value."""

@@ -340,6 +340,7 @@ def test_an_invalid_model_is_refused_and_the_aggregator_told(
     assert device.home.weights("model").model == held, "what it had is untouched"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blob", "reason"),
     [

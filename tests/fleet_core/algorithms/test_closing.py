@@ -121,6 +121,7 @@ def made_up(fleet: QuadraticFleet, name: str) -> list[Update]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @every_form
 def test_every_method_closes_to_the_same_bits_for_any_arrival(form: str) -> None:
     fleet, name = play(form), form.partition(",")[0]

@@ -28,6 +28,7 @@ def permuted(samples: tuple[Array, Array]) -> tuple[Array, Array]:
 labels = st.lists(st.integers(0, 4), min_size=6, max_size=60).filter(lambda y: np.bincount(y).max() >= 2)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(y=labels, support=st.integers(1, 30), query=st.integers(1, 30), seed=st.integers(0, 9))
 def test_no_draw_depends_on_the_number_of_a_label(y: list[int], support: int, query: int, seed: int) -> None:

@@ -267,6 +267,7 @@ def bits_of_tree(tree: trees.Params) -> dict[str, bytes]:
     return {key: np.asarray(array).tobytes() for key, array in storage.flatten(tree).items()}
 
 
+@pytest.mark.slow
 def test_something_is_learned_in_every_round_and_by_every_device(played: Played) -> None:
     """Otherwise equal bits would prove little."""
     before, after = Plain(played.w), played.plain
@@ -447,6 +448,7 @@ def values(tree: trees.Params) -> int:
     return sum(int(array.size) for named in tree.values() for array in named.values())
 
 
+@pytest.mark.slow
 def test_what_crosses_the_wire_is_what_the_method_states(played: Played) -> None:
     w, plain = played.w, played.plain
     method, wire, codec = plain.method, plain.wire, plain.fleet.config.link.up
@@ -558,6 +560,7 @@ def test_scalars_that_are_not_the_methods_are_refused_and_named(tmp_path, scalar
     w.close()
 
 
+@pytest.mark.slow
 def test_a_device_that_joins_when_the_delta_is_the_whole_model_too_takes_it_as_that(fleet) -> None:
     """FedProto starts from zeros: the delta from zeros has the same bytes as the whole model."""
     w = fleet("fedproto", "fp32", rounds=4)

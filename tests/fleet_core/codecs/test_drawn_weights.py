@@ -41,6 +41,7 @@ def test_first_weights_follow_from_their_seed(
     assert payloads.identity(payloads.decode(form, data, layout, ("body", "head"))) == payloads.identity(weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2**40 + 5])
 @pytest.mark.parametrize(
     ("name", "shape", "options", "group"),

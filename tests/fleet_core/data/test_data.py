@@ -186,6 +186,7 @@ def attempt(path: Path) -> Samples | DataError:
         return error
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6),
@@ -513,6 +514,7 @@ def test_a_pass_gives_every_sample_once_before_any_comes_again() -> None:
     assert len({i for pair in at_random for part in pair for i in part}) < 40
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(y=labels, support=sizes, query=sizes, seed=st.integers(0, 1000), order=st.permutations([0, 1, 2, 3, 4]))
 def test_no_draw_depends_on_the_number_of_a_label(

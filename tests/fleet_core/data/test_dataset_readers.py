@@ -641,6 +641,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_set_prepared_from_the_shared_copy_can_be_named_and_says_what_it_is(shared: Path, cache: Path) -> None:
     prepare.prepare("spoken-digits", shared / "data")
     loaded = set_cache.load_set("spoken-digits")

@@ -289,6 +289,7 @@ def test_a_lost_connection_is_reported_and_renewed_with_its_subscriptions(stage:
     fence(writer, reader, "x/2")
 
 
+@pytest.mark.slow
 def test_a_broker_that_crashes_and_returns_finds_its_links_again(stage: Stage) -> None:
     writer, reader = opened(stage, "writer"), opened(stage, "reader", "r/#")
     writer.link.publish("r/cur", b"1", retain=True)

@@ -83,6 +83,7 @@ def test_frozen_arrays_stay_and_are_not_sent(name: str) -> None:
     assert "layers.0.weight" not in found.update.groups["body"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "per-fedavg-exact", "per-fedavg-hf"])
 def test_a_batch_in_passes_of_unequal_size_gives_the_same_update(name: str) -> None:
     by_torch, found = both(name, pass_of=3)
@@ -128,6 +129,7 @@ def test_classes_of_a_devices_own_take_the_same_graph() -> None:
     assert distance(by_torch.update.groups, found.update.groups) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedmeta-maml", "fedmeta-fomaml", "fedmeta-metasgd", "per-fedavg-hf"])
 def test_a_query_of_classes_that_the_support_lacks_has_a_gradient_and_it_is_torchs(name: str) -> None:
     """A device with one sample of class 2: both engines take the same draws, and all of its samples."""

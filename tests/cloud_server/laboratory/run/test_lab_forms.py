@@ -25,6 +25,7 @@ def data(tmp_path: Path) -> Path:
     return lab.recordings(tmp_path / "all.npz")
 
 
+@pytest.mark.slow
 def test_devices_that_train_and_are_not_averaged_do_not_move_the_model(data: Path) -> None:
     few = lab.run_first(lab.experiment(data, "pfedme", PFEDME, cohort=2), data.parent / "few")
     all_train = lab.experiment(data, "pfedme", PFEDME, cohort=0, averaged=2)

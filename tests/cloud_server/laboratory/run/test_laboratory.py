@@ -353,6 +353,7 @@ def test_a_run_that_is_stopped_has_kept_its_last_round_and_continues_to_the_same
     assert lab.comparable(Store(tmp_path / "run")) == wanted
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_counts_the_bytes_of_devices_that_missed_rounds_before_it_was_stopped(
     tmp_path: Path
 ) -> None:
