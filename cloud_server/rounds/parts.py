@@ -26,8 +26,9 @@ from cloud_server.membership import quarantine
 from cloud_server.membership.inability import inability
 from cloud_server.membership.members import Members
 from cloud_server.membership.quarantine import Quarantine
+from cloud_server.membership.readiness import Readiness
 from cloud_server.membership.training_states import TrainingStates
-from cloud_server.membership.waiting import Places, Readiness, Waiting
+from cloud_server.membership.waiting import Places, Waiting
 from cloud_server.records import training_graph
 from cloud_server.records.checkpoint import Checkpoints
 from cloud_server.records.fleet_folder import Fleet
