@@ -28,8 +28,9 @@ class OpenRound:
     chain: of deltas to the model. per_device: float32 groups that each device of the cohort alone receives; empty for
     most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``. least_norm:
     below it an update is skipped. arrays: what the round trains, with the reason. secure: the session in which masked
-    updates are summed; None if updates are not masked. received: device -> its update. measures: device -> the measures
-    of its update. failed: device -> why it will send none.
+    updates are summed; None if updates are not masked.
+    received: device -> its update. measures: device -> the measures of its update. failed: device -> why it will send
+    none.
     """
 
     number: int

@@ -64,8 +64,8 @@ class Quarantine:
 
 
 def suspects(ledger: Ledger) -> dict[str, str]:
-    """Device -> a sentence about its refused updates, for each device of whose updates in the last closed rounds more
-    than half were refused or clipped away. Rounds before a device's release do not count."""
+    """Device -> a sentence about its refused updates, for each device with more than half of its updates in the last
+    closed rounds refused or clipped away. Rounds before a device's release do not count."""
     closed = [row.round for row in ledger.rounds("closed")][-WINDOW:]
     if not closed:
         return {}
