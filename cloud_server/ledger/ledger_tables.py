@@ -132,7 +132,7 @@ class Round(Row):
 @dataclass(frozen=True, kw_only=True)
 class RoundCodec(Row):
     """The codec of a round's updates or models. way: up | down. reason: of ``auto``, empty for a codec that is set.
-    left_out: as ``choose.Past.left``."""
+    left_out: as ``choose_codec.Past.left``."""
 
     table = "codecs"
     key = ("round", "way")
