@@ -1,4 +1,4 @@
-"""How an alert leaves the aggregator: to a command, a webhook, or an MQTT topic.
+"""Sends alerts: to a command, a webhook, or an MQTT topic.
 
 A message is a JSON object: fleet, kind, state (alert | over), since, at (Unix seconds), text and devices (at most 20).
 """
@@ -102,7 +102,7 @@ def watch(
     beside: bool = False, told: Callable[[Message], None] = lambda message: None, look_s: float = LOOK_S,
 ) -> None:
     """Sends alerts until ``stopped``. beside: in an aggregator; else only while none runs. told: called with every
-    message. look_s: between two looks."""
+    message. look_s: seconds between two checks."""
     found, send, looked_at = Alerts(fleet, section), Sender(section, log), -math.inf
     try:
         while not stopped():
