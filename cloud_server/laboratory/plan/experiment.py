@@ -77,8 +77,8 @@ class DataSection:
 
 @dataclass(frozen=True)
 class PartitionSection:
-    """kind: a name of ``fleet_core.data.partitions``. options, seed: of that partition. All runs have the same one, so
-    that methods and seeds are compared on the same devices."""
+    """kind: a name of ``fleet_core.data.partitions``. options: of that partition. seed: of the partition; all runs have
+    the same, so that methods and seeds are compared on the same devices."""
 
     kind: str = field(default="natural", metadata={"choices": tuple(PARTITIONS)})
     options: Mapping[str, Any] = field(default_factory=dict)
