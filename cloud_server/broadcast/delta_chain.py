@@ -64,7 +64,8 @@ class DeltaChain:
         return self.newest.base not in held and self._start(held) is not None
 
     def suits(self, holder: Holder) -> bool:
-        """Whether a device that lacks the base of the newest delta can use the chain, as far as is known."""
+        """Whether a device that lacks the base of the newest delta can use the chain, by what the aggregator knows of
+        it."""
         return holder.chains and (self.newest.base is None or self._start((holder.base,)) is not None)
 
     def pays(self, lacking: Collection[Holder], listening: int) -> bool:

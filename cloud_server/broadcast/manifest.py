@@ -35,8 +35,8 @@ WHOLE_IN_ALL = 6 << 20
 """Bytes of whole updates that may be on their way to the aggregator at once; granted chunks have the same limit."""
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 1
-"""A manifest says which updates the last so many rounds counted. The number is small because every device receives
-every manifest; a device that was away longer asks for the fate of its update."""
+"""A manifest says which updates this many last rounds counted. The number is small because every device receives every
+manifest; a device that was away longer asks for the fate of its update."""
 LISTED_IDS = 64
 SEQ = "seq"
 """Fact of the ledger: the sequence number of the newest manifest."""

@@ -45,8 +45,8 @@ class Encoded:
 def encode_model(
     model: Params, before: Checkpoint, codec: str, layout: Layout, groups: tuple[str, ...], seed: int
 ) -> Encoded:
-    """``model`` (float64), plus what was lost ``before``, as a delta to what devices hold; whole in the first round.
-    seed: of the fleet or run, for a codec that draws and for first weights that were drawn from it."""
+    """Encodes ``model`` (float64), plus what was lost ``before``, as a delta to the weights that devices hold; whole in
+    the first round. seed: of the fleet or run, for a codec that draws and for first weights drawn from it."""
     held, moving = before.published, before.moving
     target = model
     if before.lost is not None:

@@ -36,7 +36,7 @@ OPEN_BELOW = "/page/"
 
 
 class Tokens:
-    """The token that opens the console; None on loopback, where none is asked for."""
+    """The token that opens the console; None on loopback, where no token is needed."""
 
     def __init__(self, token: str | None):
         self._token = None if token is None else token.encode()

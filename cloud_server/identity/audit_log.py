@@ -2,8 +2,8 @@
 refused.
 
 One JSON object a line, mode 0600, only ever appended to. Each line has the sha256 of the line before it (``previous``),
-so that a changed, removed or inserted line is found. Whoever can write the file can also write all of it anew, or cut
-its end off: keep the hash of the last line elsewhere, and ``check`` finds that too.
+so that a changed, removed or inserted line is found. Somebody who can write the file can also rewrite it whole, or cut
+its end off. If you keep the hash of the last line elsewhere, ``check`` finds that too.
 
 An action on the console has two lines with the same ``id``: one that is on the disk before anything is done, and one
 with ``outcome`` after it. A command has one line, after it has succeeded. A line that a power cut has torn is skipped
@@ -290,7 +290,8 @@ def _wrong(entry: dict[str, Any], head: str) -> str:
 
 
 def _lines(folder: Path, found: Checked) -> Iterator[bytes]:
-    """The lines of all files, whose names it notes. One over LARGEST_BYTES comes in pieces, which fail the check."""
+    """The lines of all files; notes the files' names. A line over LARGEST_BYTES comes in pieces, which fail the
+    check."""
     try:
         full, last, size = audit_files.to_read(folder)
         found.files = [path.name for path in (*full, *([folder / FILE] if last else []))]

@@ -48,7 +48,7 @@ class Alert:
 @dataclass(frozen=True)
 class Told:
     """The last message of a kind. since, at: Unix seconds of the first and of the last message about it. over: the last
-    one said that it is over."""
+    message said that the alert is over."""
 
     kind: str
     since: float

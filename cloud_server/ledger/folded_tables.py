@@ -43,8 +43,8 @@ ALL_KINDS = ""
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedRounds:
-    """The rounds ``first`` to ``last`` as far as they were folded. closed: how many of them were closed. participants,
-    skipped, refused: updates. seconds, models_transmitted: sums over the closed ones that have the figure."""
+    """The folded rounds, ``first`` to ``last``. closed: how many of them were closed. participants, skipped, refused:
+    updates. seconds, models_transmitted: sums over the closed ones that have the figure."""
 
     first: int
     last: int

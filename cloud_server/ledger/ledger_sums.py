@@ -108,7 +108,7 @@ class LedgerSums:
         }
 
     def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
-        """Joules over all rows (key None), or ``by`` "round" or "device"; no entry where no working phase has any."""
+        """Joules over all rows (key None), or ``by`` "round" or "device"; no entry if no working phase has any."""
         key, _ = _grouping(by, ("round", "device"))
         parts: dict[Any, dict[str, list[PhaseJoules]]] = {}
         for k, phase, source, measured, amount, low, high, unknown in self._query(
@@ -225,7 +225,7 @@ def _together(parts: Sequence[PhaseJoules]) -> PhaseJoules | None:
 
 
 def _grouping(by: str | None, allowed: tuple[str, ...]) -> tuple[str, str]:
-    """(outer key, inner key) of a sum whose reports are one per round and device."""
+    """(outer key, inner key) of a sum; a report is one per round and device, with ``kind`` also one per kind."""
     if by is not None and by not in allowed:
         raise ValueError(f"by must be one of {', '.join(allowed)}, not {by}")
     return by or "NULL", "round, device, kind" if by == "kind" else "round, device"

@@ -304,7 +304,7 @@ class Flops(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Usage(Row):
-    """What a device used in a round, as far as it reports it; as ``device_messages.Report``. peak_mib: so far."""
+    """What a device used in a round, if it reports it; as in ``device_messages.Report``. peak_mib: the peak so far."""
 
     table = "usage"
     key = ("round", "device")

@@ -17,7 +17,7 @@ from cloud_server.membership.members import Members
 WINDOW = 10
 """Number of closed rounds that are considered."""
 LEAST = 3
-"""A device is suspect only if updates of so many rounds were refused."""
+"""A device is suspect only if its updates were refused in at least this many rounds."""
 QUARANTINED, RELEASED = "quarantined", "released"
 """Keys of facts in the ledger: device -> why it is quarantined; device -> the last closed round at its release."""
 

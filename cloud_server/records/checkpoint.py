@@ -148,7 +148,7 @@ class Checkpoints:
         _write(self._served, arrays, metadata, version if served.moving.everything else SERVED_PART_FORMAT)
 
     def keep_served_round(self, number: int) -> None:
-        """Keeps the checkpoint of a round whose model is served, so that training can go back to it."""
+        """Keeps the checkpoint of a round whose model is served, so that training can roll back to it."""
         path = served_at(self._folder, number)
         temporary = path.with_name(f".{path.name}")
         temporary.unlink(missing_ok=True)

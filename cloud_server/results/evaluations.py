@@ -32,7 +32,7 @@ def evaluated(ledger: Ledger, number: int) -> set[str]:
 
 
 def accuracies(ledger: Ledger, within: range) -> dict[int, dict[str, float]]:
-    """Round -> accuracy of each device that trains, after personalization where it has one."""
+    """Round -> accuracy of each device that trains, after personalization if it has personalized."""
     found: dict[int, dict[str, float]] = {}
     for number, device, stage, new, accuracy in ledger.accuracies(within):
         if not new and (stage == "after" or device not in found.get(number, {})):

@@ -1,4 +1,4 @@
-"""Counts the bytes that the devices of a run fetch, from what they hold when a round opens, as in a fleet."""
+"""Counts the bytes that the devices of a run fetch, given what they hold when a round opens, as in a fleet."""
 
 from __future__ import annotations
 
