@@ -1,6 +1,7 @@
 """The chain: the deltas of the last rounds. A device that missed some applies them in order and needs no whole model.
 
-Fleet and simulation share it. It follows from the closed rounds alone, so a restarted aggregator names the same one.
+Fleet and simulation share it. The chain depends on the closed rounds alone, so a restarted aggregator names the same
+one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import ModelRef
 
 LINK_BYTES = 270
-"""Cost of a link beside its delta: its entry in the list, and the MQTT bytes to fetch one more blob."""
+"""Bytes that a link costs besides its delta: its entry in the list, and the MQTT bytes to fetch one more blob."""
 NAMED_BYTES = 190
 """Size of a blob's description in the manifest. Every device that is on receives the manifest."""
 
@@ -55,7 +56,7 @@ class DeltaChain:
 
     @cached_property
     def listed(self) -> bytes:
-        """The blob with the links; empty without any."""
+        """The blob that lists the links; empty without any."""
         return Chain(self.links).encode() if self.links else b""
 
     def follows(self, held: Collection[str]) -> bool:
@@ -63,7 +64,8 @@ class DeltaChain:
         return self.newest.base not in held and self._start(held) is not None
 
     def suits(self, holder: Holder) -> bool:
-        """Whether a device that lacks the base of the newest delta can use the chain, as far as is known."""
+        """Whether a device that lacks the base of the newest delta can use the chain, by what the aggregator knows of
+        it."""
         return holder.chains and (self.newest.base is None or self._start((holder.base,)) is not None)
 
     def pays(self, lacking: Collection[Holder], listening: int) -> bool:
@@ -95,7 +97,8 @@ class DeltaChain:
 
 
 def chain_of(before: Checkpoint, newest: Delta, whole: int, chunk_bytes: int) -> DeltaChain:
-    """The chain of the round after ``before``; without earlier deltas if the checkpoint's do not lead to its base."""
+    """The chain of the round after ``before``; without earlier deltas if those of the checkpoint do not lead to the
+    newest delta's base."""
     known = before.deltas if before.deltas and before.deltas[-1].model == newest.base else ()
     return DeltaChain(newest, _paying(known, len(newest.data), whole), whole, chunk_bytes)
 

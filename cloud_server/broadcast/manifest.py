@@ -32,17 +32,18 @@ from fleet_core.protocol.round_messages import (
 )
 
 WHOLE_IN_ALL = 6 << 20
-"""Bytes of whole updates that may be on their way to the aggregator at once, as many as of granted chunks."""
+"""Bytes of whole updates that may be on their way to the aggregator at once; granted chunks have the same limit."""
 EXPIRY_MS = 30 * 24 * 3600 * 1000
 COUNTED_ROUNDS = 1
-"""Devices that were away for more ask for the fate of their update: every manifest goes to every device."""
+"""A manifest says which updates this many last rounds counted. The number is small because every device receives every
+manifest; a device that was away longer asks for the fate of its update."""
 LISTED_IDS = 64
 SEQ = "seq"
 """Fact of the ledger: the sequence number of the newest manifest."""
 
 
 def privacy_rules(config: FleetConfig) -> PrivacyRules | None:
-    """How devices change their updates; None if they do not."""
+    """How devices clip their updates and add noise to them; None if updates are not private."""
     private = config.privacy
     return PrivacyRules(private.mode, private.clip, private.noise_multiplier) if private.on else None
 
@@ -88,7 +89,7 @@ class Manifests:
         self._again = partial(self.open_round, opened, after)
 
     def no_round(self, after: Checkpoint) -> None:
-        """Says what was counted and which model is served, while nobody is asked to train."""
+        """Announces what was counted and which model is served, and asks no device to train."""
         if after.round:
             if self._served.reference is None:
                 self._served.serve(after)
@@ -98,7 +99,7 @@ class Manifests:
             self._again = partial(self.no_round, after)
 
     def unpack(self) -> None:
-        """Publishes the manifest again, in an older form, if a device that came cannot read the present one."""
+        """Publishes the manifest again in an older form, if a device that has connected cannot read the present one."""
         if self._packed() < self._went_packed:
             self._again()
 
@@ -146,7 +147,7 @@ class Manifests:
         self._publisher.manifest(self._sign(messages.encode(manifest, packed=self._went_packed)), keep)
 
     def _next_seq(self) -> int:
-        """max(last + 1, Unix ms), kept on disk: it rises even after a backup was restored."""
+        """max(last + 1, Unix ms), stored in the ledger. Thus it rises even after a backup was restored."""
         self.seq = max(self.seq + 1, int(self._now() * 1000))
         self._ledger.set_facts(**{SEQ: str(self.seq)})
         return self.seq

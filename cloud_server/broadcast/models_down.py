@@ -30,8 +30,8 @@ from fleet_core.protocol.round_messages import ModelRef, PerDevice
 class Encoded:
     """A training model on its way down. data: its bytes in ``codec``. delta: whether they are a change to the weights
     published before. decoded: float32 weights as devices will hold them. lost: what a codec with feedback left out, or
-    None. left: norm of what decoding left out over that of the change; None for a whole model and for no change.
-    moving: the arrays of a delta, those that the round before trained."""
+    None. left: norm of the encoding error, relative to the norm of the change; None for a whole model and for no
+    change. moving: the arrays of a delta, which are those that the round before trained."""
 
     data: bytes
     codec: str
@@ -45,8 +45,8 @@ class Encoded:
 def encode_model(
     model: Params, before: Checkpoint, codec: str, layout: Layout, groups: tuple[str, ...], seed: int
 ) -> Encoded:
-    """``model`` (float64), plus what was lost ``before``, as a delta to what devices hold; whole in the first round.
-    seed: of the fleet or run, for a codec that draws and for first weights that were drawn from it."""
+    """Encodes ``model`` (float64), plus what was lost ``before``, as a delta to the weights that devices hold; whole in
+    the first round. seed: of the fleet or run, for a codec that draws and for first weights drawn from it."""
     held, moving = before.published, before.moving
     target = model
     if before.lost is not None:
@@ -71,8 +71,8 @@ def _difference(left: Params, right: Params) -> dict[str, dict[str, Any]]:
 
 
 def moved(method: Method, state: ServerState, published: Params) -> float:
-    """Norm of what a round has changed of the training model, in the groups that devices receive and send: from the
-    ``published`` weights to the ``state`` after the round."""
+    """Norm of a round's change to the training model, from the ``published`` weights to the ``state`` after the round,
+    in the groups that devices receive and send."""
     groups = [group for group in method.shared if group in published]
     after = trees.only(method.server.broadcast(state).groups, groups)
     return payloads.norm(trees.subtract(after, trees.only(published, groups)))
@@ -109,12 +109,12 @@ class ModelsDown:
         self, target: Params, before: Checkpoint, number: int, codec: str,
         lacking: Callable[[str], Collection[Holder]], listening: int,
     ) -> tuple[ModelRef, Encoded, DeltaChain]:
-        """The model of round ``number``, with the ways to it for asked devices that are ``lacking(base)``: a chain, or
-        the whole model and, for a device that holds the others, the arrays that the last round trained. listening:
-        number of devices that receive the manifest.
+        """Publishes the model of round ``number``, and what asked devices that lack the delta's base
+        (``lacking(base)``) need: a chain, or the whole model. If the last round froze arrays, publishes the others too,
+        for a device that holds the frozen ones. listening: number of devices that receive the manifest.
 
-        First weights as a seed name themselves as their base: agents that do not know ``drawn``, nor chains, take the
-        whole.
+        First weights that are sent as a seed have their own id as base, so that agents that know neither ``drawn`` nor
+        chains fetch the whole model.
         """
         made = encode_model(
             target, before, codec, self._layout, self._method.down, self._config.fleet.seed
@@ -138,8 +138,8 @@ class ModelsDown:
         return self.with_part(reference, made.decoded, made.moving), made, chain
 
     def with_part(self, reference: ModelRef, weights: Params, moving: Moving) -> ModelRef:
-        """Says which arrays the delta has. Where some are frozen and the whole is published, those that move as well,
-        whole, for a device that holds the frozen ones."""
+        """Adds to ``reference`` which arrays the delta has. If arrays are frozen and the whole model is published, also
+        publishes the moving arrays, for a device that holds the frozen ones."""
         if moving.everything:
             return reference
         part = self.whole(moving.of(weights)) if reference.full is not None or reference.base is None else None
@@ -147,8 +147,8 @@ class ModelsDown:
                        rest=payloads.identity(moving.rest(weights)))
 
     def add_way(self, opened: OpenRound, holder: Holder) -> bool:
-        """Publishes a way to the round's model for a device that lacks the base: the chain if that may be one, else the
-        whole model. False where the device has it."""
+        """Publishes the round's model for a device that lacks the base of its delta: the chain if the device can use
+        it, else the whole model. False if the whole model is published already."""
         if opened.model.base is None or opened.model.full is not None:
             return False
         if opened.model.chain is None and opened.chain.earlier and opened.chain.suits(holder):
@@ -165,13 +165,13 @@ class ModelsDown:
         return self.blob(chain.listed)
 
     def _identity(self, weights: Params) -> str:
-        """Remembers the last one: the base of a round is the model of the round before."""
+        """The weights' id. The last one is cached, because the base of a round is the model of the round before."""
         if self._known is None or self._known[0] is not weights:
             self._known = weights, payloads.identity(weights)
         return self._known[1]
 
     def whole(self, decoded: Params) -> Blob:
-        """Publishes a model without a base."""
+        """Publishes a whole model."""
         return self.blob(payloads.encode("fp32", decoded))
 
     # What one device alone receives -----------------------------------------------------------------------------------

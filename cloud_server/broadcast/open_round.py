@@ -27,9 +27,10 @@ class OpenRound:
     weights, which devices hold. lost: what a lossy codec left out of them, or None. scalars: sent with the model.
     chain: of deltas to the model. per_device: float32 groups that each device of the cohort alone receives; empty for
     most methods. codecs: way -> codec, with the reason. left: of the model, as in ``models_down.Encoded``. least_norm:
-    below it an update is skipped. arrays: what the round trains, with the reason. secure: the session in which its
-    updates are summed; None where they are sent as they are.
-    received: device -> its update. measures: device -> of that. failed: device -> why it will send none.
+    below it an update is skipped. arrays: what the round trains, with the reason. secure: the session in which masked
+    updates are summed; None if updates are not masked.
+    received: device -> its update. measures: device -> the measures of its update. failed: device -> why it will send
+    none.
     """
 
     number: int
@@ -67,24 +68,25 @@ class OpenRound:
         return len(self.delivered) + len(self.failed) >= len(self.cohort)
 
     def receive(self, device: str, manifest: UploadManifest, measure: Measure) -> None:
-        """The device's update is verified and in the spool."""
+        """Notes that the device's update is verified and in the spool."""
         self.received[device], self.measures[device] = manifest, measure
         self.failed.pop(device, None)
 
     def fail(self, device: str, reason: str) -> None:
-        """The device will send no update, or its update was refused. Devices outside the cohort are ignored."""
+        """Notes that the device will send no update, or that its update was refused. Ignores devices outside the
+        cohort."""
         if device in self.cohort:
             self.failed[device] = reason
 
     def withdraw(self, device: str, reason: str) -> UploadManifest | None:
-        """An update that was received is not used; returns what was received, if anything. The caller drops it from the
-        spool."""
+        """Removes a device's update from the round; returns its manifest if one was received. The caller drops it from
+        the spool."""
         self.measures.pop(device, None)
         self.fail(device, reason)
         return self.received.pop(device, None)
 
     def try_again(self) -> None:
-        """Devices that failed are asked again."""
+        """Lets devices that failed send an update."""
         self.failed.clear()
 
     def extend(self, deadline: float) -> None:
@@ -102,11 +104,11 @@ class Rounds:
         self._open_rows = {row.round: row for row in ledger.rounds("open")}
 
     def interrupted(self, number: int) -> Round | None:
-        """The row of a round that was opened and not closed: before a restart, or to open it again."""
+        """The row of a round that was opened and not closed, because of a restart or to reopen it."""
         return self._open_rows.get(number)
 
     def cohort(self, number: int) -> set[str]:
-        """The devices that were asked in a round; empty for a round that never was."""
+        """The devices that were asked in a round; empty for a round that was never opened."""
         rows = self._ledger.rows(Round, round=number)
         return set(rows[0].cohort) if rows else set()
 
@@ -117,11 +119,11 @@ class Rounds:
         ))
 
     def replace_cohort(self, number: int, cohort: tuple[str, ...]) -> None:
-        """Other devices are asked in a round that is open; it has to be opened again."""
+        """Gives an open round another cohort; the round must then be reopened."""
         self._put(replace(self._open_rows[number], cohort=cohort))
 
     def close(self, opened: OpenRound, members: int, *, uncounted: str = "") -> None:
-        """uncounted: why none of its updates is."""
+        """uncounted: why none of its updates is counted, or empty."""
         row = self._open_rows[opened.number]
         self._put(replace(
             row, status="closed", closed_at=self._now(), members=members, seconds=self._now() - row.opened_at,
@@ -133,7 +135,7 @@ class Rounds:
         ))
 
     def abandon(self, opened: OpenRound) -> None:
-        """Every device of the cohort was revoked."""
+        """Marks a round as abandoned, because every device of its cohort was revoked."""
         note = "every device of the cohort was revoked"
         self._put(replace(self._open_rows[opened.number], status="abandoned", note=note))
 

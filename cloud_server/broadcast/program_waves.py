@@ -2,7 +2,7 @@
 
 A wave has ended when each of its devices has said that the new program runs and stays, or has failed: it refused the
 program, went back to the one before, or did not say anything in time. With too many failures no further wave begins.
-What is announced is taken back when a wave has ended, and the chunks leave the broker.
+When no wave is under way any more, the announcement and the chunks are cleared at the broker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REQUEST = "update"
 """A request in the ledger: ``start SERIAL``, ``resume …`` or ``abort …``."""
 LOOK_S = 1.0
 GRACE_S = 30.0
-"""After a connection: devices that were on say so before one counts as late."""
+"""How long after the aggregator has connected no device counts as late, so that devices can announce themselves."""
 EXPIRY_S = 30 * 86400
 
 
@@ -91,7 +91,7 @@ class ProgramWaves:
             self.publisher.reconnected()
 
     def again(self) -> None:
-        """Another key signs: the announcement is signed and published again."""
+        """Signs and publishes the announcement again, because another key signs now."""
         self._announced = None
 
     def tick(self) -> None:
@@ -119,7 +119,7 @@ class ProgramWaves:
             self._save(update)
 
     def _next(self, update: Update) -> None:
-        """A wave has ended, or none has begun."""
+        """Begins the next wave, or halts or ends the update."""
         failed = update.of(FAILED)
         if len(failed) > update.plan.most_failures:
             why = f"{len(failed)} failed: {', '.join(failed[:5])}{' …' if len(failed) > 5 else ''}"
@@ -156,7 +156,8 @@ class ProgramWaves:
     # Publish ----------------------------------------------------------------------------------------------------------
 
     def _publish(self, update: Update) -> None:
-        """The announcement of the wave that is under way, or none; once for each wave and each start."""
+        """Publishes the announcement of the present wave, once per wave and start; clears it if no wave is under
+        way."""
         wanted = (update.plan.serial, update.attempt, update.wave) if update.of(GOING) and update.st == RUNNING else ()
         if wanted == self._announced:
             return
@@ -193,7 +194,7 @@ class ProgramWaves:
         )
 
     def _chunks(self, path: Path) -> tuple[Blob, mmap.mmap]:
-        """The archive's chunks, and its bytes without reading them into memory. Raises StateError."""
+        """The archive's chunks, and its bytes, mapped into memory. Raises StateError."""
         if self._archive is None or self._archive[0] != path:
             try:
                 with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""The arrays that a fleet's rounds train: chosen when a round opens, kept in the ledger with the reason and with what
-moved.
+"""The arrays that a fleet's rounds train: chosen when a round opens, kept in the ledger with the reason and how far
+each moved.
 
-The choice for a round depends on fleet.toml and on the closed rounds before it alone, so that a round that is opened
-again after a restart trains the same arrays.
+The choice for a round depends only on fleet.toml and the closed rounds before it, so that a round that is reopened
+after a restart trains the same arrays.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LARGEST_MOVE = 1e300
 
 
 def moves(method: Method, state: ServerState, published: Params, moving: Moving) -> dict[str, float]:
-    """Array that was sent -> norm of what a round has changed of it: from the ``published`` weights to the ``state``
-    after the round."""
+    """Sent array -> norm of the round's change to it, from the ``published`` weights to the ``state`` after the
+    round."""
     sent = trees.only(published, method.shared)
     change = moving.of(trees.subtract(trees.only(method.server.broadcast(state).groups, sent), sent))
     return {

@@ -1,7 +1,7 @@
 """The codecs of a fleet's rounds: chosen when a round opens, kept in the ledger with the reason and what they left out.
 
-The choice for a round depends on the closed rounds before it alone, so that a round that is opened again after a
-restart has the same codecs.
+The choice for a round depends only on the closed rounds before it, so that a round that is reopened after a restart has
+the same codecs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RoundCodecs:
         return [Past(row.codec, losses[row.round], row.left_out) for row in rows if row.round in losses]
 
     def accepted(self, preferred: str | None = None) -> tuple[str, ...]:
-        """The codecs of updates that a manifest lists: the preferred one, then dearer ones for agents that lack it."""
+        """The codecs of updates that a manifest lists: the preferred one, then larger ones for agents that lack it."""
         codecs = choose_codec.possible("up", self._wanted["up"], self._keeps)
         return codecs[codecs.index(preferred)::-1] if preferred in codecs else codecs
 

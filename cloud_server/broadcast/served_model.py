@@ -1,4 +1,4 @@
-"""The served model: what is published of it after a round, so that devices fetch as little as they can.
+"""The served model, published after a round in the form for which devices fetch the fewest bytes.
 
 Fleet and simulation share it. Each served model is encoded against the aggregator's weights, so errors do not add up.
 """
@@ -54,8 +54,9 @@ def encode_served(
     method: Method, closed: Checkpoint, before: ServedModel | None, codec: str, layout: Layout, seed: int,
     audience: Audience,
 ) -> ServedModel:
-    """The served model of a closed round as the audience fetches it with the fewest bytes. before: the one before.
-    codec: of the next round's model. layout: of what crosses the wire. seed: of the fleet or run."""
+    """The served model of a closed round, in the form for which the audience fetches the fewest bytes. before: the
+    served model before. codec: of the next round's model. layout: of what crosses the wire. seed: of the fleet or
+    run."""
     exact = layout.ordered(trees.only(closed.state.served, method.shared))
     weights = trees.apply(lambda a: np.asarray(a, np.float32), exact)
     source, moving = payloads.identity(weights), closed.moving
@@ -76,7 +77,7 @@ def _offers(
     method: Method, closed: Checkpoint, before: ServedModel | None, codec: str, layout: Layout, seed: int,
     audience: Audience, exact: Params,
 ) -> Iterator[tuple[ServedModel, float, float]]:
-    """Ways to publish it: (the served model, how many devices need not fetch the whole, how many of these fetch the
+    """Forms with a delta: (the served model, how many devices need not fetch it whole, how many of these fetch the
     delta)."""
     published = trees.only(closed.published or {}, method.shared)
     has_base = bool(exact) and published.keys() == exact.keys()
@@ -117,7 +118,8 @@ def _next_training_model(
 def _delta(
     closed: Checkpoint, exact: Params, base: Params, codec: str, layout: Layout, seed: int
 ) -> ServedModel | None:
-    """A delta to ``base`` in ``codec``, or in a finer one where that loses too much; None where none is fine enough."""
+    """A delta to ``base`` in ``codec``, or in a finer codec if that one loses too much; None if no codec is fine
+    enough."""
     moving = _moving(closed, exact, base)
     part, moved = layout.part(moving), moving.of(exact)
     change = trees.apply(lambda a, b: np.asarray(a - b, np.float32), moved, base)
@@ -145,7 +147,7 @@ def fetched_bytes(
     asked: Collection[str], holding: Collection[str] = (),
 ) -> int:
     """Payload bytes of all devices for a new served model. trained: devices that hold the training model of its round.
-    asked: devices in the next round. holding: devices whose training model has its frozen arrays."""
+    asked: devices in the next round. holding: devices whose training model has the same frozen arrays."""
     whole, part = (len(payloads.encode("fp32", weights)) for weights in (made.weights, made.moving.of(made.weights)))
     known = before is not None and payloads.identity(before.weights) == made.base
     held = everyone if before is not None and same_rest(made.moving, before.weights, made.weights) else holding
@@ -159,13 +161,13 @@ def fetched_bytes(
 
 
 def same_rest(moving: Moving, left: Params, right: Params) -> bool:
-    """Whether there are frozen arrays, and they have the same bits in both."""
+    """Whether there are frozen arrays and they have the same bits in both models."""
     rest = moving.rest(right)
     return bool(rest) and payloads.identity(moving.rest(left)) == payloads.identity(rest)
 
 
 def is_new(made: ServedModel, before: ServedModel, min_change: float, *, last: bool) -> bool:
-    """Whether devices should get ``made`` in place of ``before``. last: no other one follows."""
+    """Whether devices should get ``made`` in place of ``before``. last: no other served model follows."""
     if made.source == before.source or payloads.identity(made.weights) == payloads.identity(before.weights):
         return False
     return last or made.weights.keys() != before.weights.keys() or (
@@ -173,7 +175,7 @@ def is_new(made: ServedModel, before: ServedModel, min_change: float, *, last: b
 
 
 def _distance(left: Params, right: Params) -> float:
-    """‖left − right‖ / ‖right‖; 0 for equal ones, infinite if right is zero."""
+    """‖left − right‖ / ‖right‖; 0 if both are equal, infinite if only ``right`` is zero."""
     apart = trees.norm(trees.apply(lambda a, b: np.asarray(a, np.float64) - b, left, right))
     return float(apart / scale) if (scale := trees.norm(trees.widened(right))) else (np.inf if apart else 0.0)
 
@@ -206,7 +208,7 @@ class ServedModels:
             self.serve(closed, last=self._last(closed))
 
     def serve(self, closed: Checkpoint, *, last: bool = False) -> None:
-        """Publishes the served model of a closed round, unless devices answer as well with the one before. last: no
+        """Publishes the served model of a closed round, unless it differs too little from the one before. last: no
         further round opens."""
         kept, codec = self._kept, self._codecs.of_round(closed.round + 1)["down"].codec
         made = encode_served(
@@ -215,7 +217,7 @@ class ServedModels:
         if kept is not None and not is_new(made, kept, self._config.serve_min_change, last=last):
             if not self._method.keeps_weights:
                 return
-            made = replace(kept, round=closed.round)  # devices' own weights are new
+            made = replace(kept, round=closed.round)  # the weights that devices keep themselves are new
         self._checkpoints.keep_served_round(closed.round)
         self._checkpoints.save_served(made)
         self._publish(made)

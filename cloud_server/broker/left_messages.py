@@ -25,8 +25,8 @@ back."""
 class LeftMessages:
     """Call ``tick`` often, and ``retained`` for every retained message of a device.
 
-    revoked(device): whether it was. off_for(seconds): the devices that have been off for longer. refused(device, text):
-    notes it in the audit log.
+    revoked(device): whether it is revoked. off_for(seconds): the devices that have been off for longer. refused(device,
+    text): notes it in the audit log.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class LeftMessages:
         self._absent: set[str] = set()
 
     def retained(self, topic: str) -> bool:
-        """Clears a retained message of a device, unless it is the presence of one that belongs to the fleet. Returns
-        whether it was cleared and is not to be used; a presence is used, so that a revoked device is told."""
+        """Clears a retained message of a device, unless it is the presence of a device that is not revoked. True if the
+        caller must not use the message; a presence is always used, so that a revoked device is told."""
         device, kind = topics.sender(self._fleet, topic)
         if device and kind == "st" and self._revoked(device):
             self._clear(topic)
@@ -61,7 +61,7 @@ class LeftMessages:
         self._clear(topics.presence(self._fleet, device))
 
     def denied(self, topic: str) -> None:
-        """The broker's access list is of an earlier version: nothing is cleared before the next start."""
+        """The broker's access list is of an earlier version, so nothing is cleared until the next start."""
         device, kind = topics.sender(self._fleet, topic)
         if device and kind != "dn" and not self._denied:
             self._denied = True
@@ -91,7 +91,7 @@ class LeftMessages:
         self._absent = absent
 
     def _clear(self, topic: str) -> None:
-        """What is not sent now is seen again at the next sweep."""
+        """If the message cannot be sent now, the next sweep finds the topic again."""
         if not self._denied and self._link.connected:
             try:
                 self._link.publish(topic, b"", retain=True)

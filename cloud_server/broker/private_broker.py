@@ -118,7 +118,7 @@ class BrokerSupervisor:
         self.broker.reload()
 
     def replace(self) -> None:
-        """Ends the broker; ``tick`` starts the next one, which trusts what its files say and nothing else."""
+        """Ends the broker; ``tick`` starts the next one, which trusts only the authorities in its files."""
         self.broker.stop()
 
     def _rotate_log(self) -> None:

@@ -1,7 +1,7 @@
 """Publishes retained chunks and the signed manifest, in order and as fast as the broker acknowledges them.
 
 After a reconnect the broker may have lost retained messages. The publisher subscribes to the first and last chunk of
-every blob and to the manifest, and publishes again what does not come back. A broker stores messages in the order it
+every blob and to the manifest, and publishes again what it does not receive. A broker stores messages in the order it
 received them, so one that has the last chunk of a blob has the whole blob. Chunks of blobs that the manifest no longer
 names are cleared. A file lists the blobs at the broker, so that a restarted aggregator can clear old ones.
 """
@@ -46,7 +46,7 @@ class Publisher:
         self._manifest: bytes | None = None
         # topic, payload, id of the blob that this clears
         self._queue: deque[tuple[str, bytes | memoryview, str]] = deque()
-        self._awaited: dict[str, bytes] = {}  # topic -> payload: subscribed to, and not come back yet
+        self._awaited: dict[str, bytes] = {}  # topic -> payload: subscribed to, not yet received
         self._awaited_since = self._sent_at = 0.0
         self._republished_at = -math.inf
         self._verifying = self._verified = self._withdrawn = False
@@ -126,7 +126,7 @@ class Publisher:
                 self._send(blob, data)
 
     def _check_lost(self) -> None:
-        """Publishes again what did not come back in time."""
+        """Publishes again what the broker did not send back in time."""
         if self._awaited and self._clock() - self._awaited_since > RETAINED_S:
             self._link.unsubscribe(*self._awaited)
             lost, self._awaited = self._awaited, {}

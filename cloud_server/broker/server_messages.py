@@ -11,9 +11,9 @@ from fleet_core.protocol.device_messages import Down, ServerPresence
 
 
 class ServerMessages:
-    """Messages to devices use QoS 0, because devices ask again for a lost one. The first one, ``heard``, uses QoS 1, so
-    that an MQTT 5 broker reports if it denies them. sign(body): with the fleet's key. boot: identifies this start of
-    the aggregator."""
+    """Messages to devices use QoS 0, because devices ask again if one is lost. The first message, ``heard``, uses QoS
+    1, so that an MQTT 5 broker reports if it denies them. sign(body): with the fleet's key. boot: identifies this start
+    of the aggregator."""
 
     def __init__(
         self, fleet: str, link: Link, sign: Callable[[bytes], bytes], boot: str, log: Callable[[str], None]
@@ -30,7 +30,7 @@ class ServerMessages:
         send(self._link, topics.down(self._fleet, device), messages.encode(message), self._log, qos=qos)
 
     def attest(self, device: str, message: Down) -> None:
-        """Sends a signed message: only on a signed message does a device commit or discard state, or end."""
+        """Sends a signed message; a device commits or discards state, or ends, only on a signed one."""
         qos = 1 if message.t == "revoked" else 0
         data = messages.encode(message, packed=message.secure is not None)
         send(self._link, topics.down(self._fleet, device), self._sign(data), self._log, qos=qos)

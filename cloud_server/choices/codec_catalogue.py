@@ -27,7 +27,7 @@ ABOUT_AUTO = "chosen for each round and way"
 
 
 def facts(codec: Codec) -> dict[str, Any]:
-    """One codec as plain values. bits: per value of the default model's arrays, of normal noise."""
+    """One codec as plain values. bits: per value, for normal noise in the default model's arrays."""
     return {
         "name": codec.name, "bits": round(bits(codec), 2), "lossless": codec.lossless, "feedback": codec.feedback,
         "feedback_down": codec.feedback_down, "unbiased": codec.unbiased, "about": codec.about,
@@ -35,7 +35,7 @@ def facts(codec: Codec) -> dict[str, Any]:
 
 
 def auto_facts() -> dict[str, Any]:
-    """``auto`` with the keys of ``facts``. codecs: way -> those that it chooses from, the dearest first."""
+    """``auto`` with the keys of ``facts``. codecs: way -> those that it chooses from, the largest first."""
     unknown = dict.fromkeys(("bits", "lossless", "feedback", "feedback_down", "unbiased"))
     return {"name": AUTO, **unknown, "about": ABOUT_AUTO, "codecs": LADDERS}
 
@@ -49,7 +49,7 @@ def rows() -> list[tuple[str, str, str, str, str]]:
 
 
 def bits(codec: Codec) -> float:
-    """Per value, of normal noise in the arrays of the default model."""
+    """Bits per value, for normal noise in the arrays of the default model."""
     rng = np.random.default_rng(0)
     noise = {name: rng.normal(size=shape).astype(np.float32) for name, shape in DEFAULT_MODEL.items()}
     return 8 * len(codec.encode(noise, (0, 1, 0))) / size(DEFAULT_MODEL)

@@ -38,9 +38,9 @@ def load_data(
 ) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
     how the file was read. window, stride: to cut a file of readings. size, fit: of images, as in ``resize.size_of``.
-    rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a window rate is that of the
-    readings, to which devices resample their sensors. Raises DataError, also for samples
-    whose classes have no names."""
+    rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a window, rate is that of the
+    readings, to which devices resample their sensors. Raises DataError, also for samples whose classes have no
+    names."""
     if _is_named(data):
         if window is not None or stride is not None:
             raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
@@ -98,7 +98,7 @@ def train_table(only: list[str] | None, freeze: str | None) -> dict[str, Any]:
 
 
 def wants_trial(data: str, model: str | None, trial: bool | None) -> bool:
-    """Whether models are to be tried: as the user says, else for a file without a named model."""
+    """Whether to try models: as the user says; by default for a file without a named model."""
     return (model is None and data not in entries()) if trial is None else trial
 
 
@@ -112,8 +112,8 @@ def fleet_toml(
     train: Mapping[str, Any] | None = None, backbone: Backbone | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
     """The content of fleet.toml for these samples, which need class names. model: default by shape. spec: the model's
-    input; by default the samples as they are. backbone: that makes this input of raw samples. codec: as
-    in ``codec_catalogue.chosen``. train: keys of its table ``train``. fleet: further ones of ``fleet``."""
+    input; by default the samples as they are. backbone: it computes this input from raw samples. codec: as in
+    ``codec_catalogue.chosen``. train: keys of its table ``train``. fleet: further ones of ``fleet``."""
     hyper = method_catalogue.named(method).hyper()
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(

@@ -19,7 +19,7 @@ DERIVED = {
     "proto": "class means", "gp": "embedded samples", "knn": "embedded samples", "sgd": "tuned weights",
     "meta-sgd": "tuned weights", "moreau": "personal model",
 }
-"""Personalizer -> what a device computes from its samples and answers with, beyond the groups that it keeps."""
+"""Personalizer -> what a device computes from its samples to answer with, besides the groups that it keeps."""
 
 
 def named(name: str) -> Method:

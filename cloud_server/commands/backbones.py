@@ -191,7 +191,7 @@ def show(
 
 
 def _show(data: bytes, as_json: bool, path: Path | None = None) -> None:
-    """path: of the file, to measure how fast it is on the processor here."""
+    """path: the file, to measure its speed on this processor."""
     from fleet_core.backbone import backbone_file, providers
     from fleet_core.backbone.onnx_runtime import CPU, open_on
 

@@ -104,7 +104,8 @@ def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
 
 
 def _signer(fleet: Fleet) -> Signer | None:
-    """With the fleet's key; None, and said, where that is not here. Raises StateError for one that is damaged."""
+    """Signs with the fleet's key. None, with a message, if the key is not here. Raises StateError for one that is
+    damaged."""
     if (fleet.folder / "fleet.key").exists():
         return fleet.signer()
     processes.say("not signed, for fleet.key is not here: devices take it with --unsigned")

@@ -40,7 +40,7 @@ State = Literal["ok", "note", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """hint: what to do; empty for nothing. wrong: a fleet will not work so."""
+    """hint: what to do; empty for nothing. wrong: a fleet cannot work with this."""
 
     what: str
     state: State
@@ -49,7 +49,7 @@ class Finding:
 
 
 def examine(folder: Path | None, root: Path = Path("/")) -> list[Finding]:
-    """folder: a fleet's, whose broker and disk are looked at; None for a new one. root: of the system's files. Raises
+    """folder: of a fleet, whose broker and disk are checked; None for a new fleet. root: of the system's files. Raises
     ConfigError for a folder that is no fleet's."""
     fleet = None if folder is None else Fleet.load(folder)
     return [
@@ -96,7 +96,8 @@ def _ports(fleet: Fleet | None) -> tuple[int, ...]:
 
 
 def address() -> Finding:
-    """By which devices reach this machine. Nothing is sent: connecting a UDP socket only chooses a route."""
+    """The address by which devices reach this machine. Nothing is sent: connecting a UDP socket only chooses a
+    route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # RFC 5737: an address for documentation
@@ -107,7 +108,7 @@ def address() -> Finding:
 
 
 def clock() -> Finding:
-    """Certificates and signed rounds have times: devices refuse what is not valid yet, or no longer."""
+    """Whether the clock is right: devices refuse certificates and signed rounds that are not yet or no longer valid."""
     said = _output(("timedatectl", "show", "--property=NTPSynchronized", "--value"))
     if said == "yes":
         return Finding("clock", "ok", "synchronized")

@@ -1,4 +1,4 @@
-"""What help shows besides options: the commands by what one wants to do, and an example below each command."""
+"""What help shows besides options: the commands by task, and an example below each command."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ EXAMPLES = {
 
 
 def add_to(app: typer.Typer, within: str = "") -> None:
-    """An example below the help of every command of ``app`` and of its groups, and whole help in the lists."""
+    """Adds an example below the help of every command of ``app`` and of its groups, and lists commands with whole
+    help."""
     for command in app.registered_commands:
         example = EXAMPLES.get(f"{within}{_name(command)}")
         command.epilog = f"Example: {example}" if example else None
@@ -87,8 +88,8 @@ def add_to(app: typer.Typer, within: str = "") -> None:
 
 
 def part_for(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
-    """``app``, in which every other command than that of ``arguments`` has its name and its help alone. Typer converts
-    the parameters of all commands at each start, which takes longer than most of them."""
+    """``app`` with the command of ``arguments`` in full, and only name and help of the others. Otherwise Typer converts
+    the parameters of all commands at each start, which takes longer than most commands."""
     if any(name.endswith("_COMPLETE") for name in os.environ):
         return app
     wanted = next((word for word in arguments if not word.startswith("-")), None)
@@ -133,7 +134,7 @@ class WholeHelp(TyperGroup):
 
 
 class BySection(WholeHelp):
-    """The program itself: its commands by what one wants to do."""
+    """The program itself: its commands by task."""
 
     def sections(self) -> Mapping[str, Iterable[str]]:
         return SECTIONS

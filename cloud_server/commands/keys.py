@@ -32,7 +32,7 @@ def encrypt_keys(
     if change and remove:
         raise ConfigError("--change and --remove at once", expected="one of them")
     made = Fleet.load(fleet)
-    with made.lock():  # an aggregator that runs has read them plain, or not
+    with made.lock():  # no aggregator may run: it has read the keys already
         if change:
             key_files.change(fleet)
         elif remove:

@@ -128,7 +128,7 @@ def _simulate(
 
 
 def _needs_torch() -> None:
-    """Raises ConfigError where it is not installed."""
+    """Raises ConfigError if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("'torch' is not installed", hint='pip install "metafleet[train]"')
 

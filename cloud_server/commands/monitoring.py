@@ -47,7 +47,7 @@ def console(
         audit_log.done(fleet, "serve console", text=f"{host}, port {port}" if port else host)
         processes.say("the console; Ctrl-C ends it, and the fleet runs on")
         if open_browser:
-            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # one in a terminal holds it up
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # a text browser blocks
 
     names = tuple(name or ())
     serve.run(fleet, serve.Address(host, port, token_file, certificate, key, plain, names, inventory), ready)
@@ -95,7 +95,7 @@ def _hash(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what would steer a terminal."""
+    """``text`` without characters that control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

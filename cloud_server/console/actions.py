@@ -31,8 +31,9 @@ SUFFIXES = (".npy", ".npz", ".csv", ".ndjson", ".jsonl", *unlabelled.IMAGES)
 
 
 def do(folder: Path, action: str, given: dict[str, Any], by: str) -> str:
-    """Does what was asked and says what happens now. given: ``device``, and for a token ``hours``. by: the browser's
-    address, after the name in an operator's certificate if one was shown. Raises ConfigError and StateError."""
+    """Does the action and returns a sentence about what happens next. given: ``device``, and for a token ``hours``. by:
+    the browser's address, after the name in an operator's certificate if one was shown. Raises ConfigError and
+    StateError."""
     fleet, name = Fleet.load(folder), given.get("device", "")
     if action in ("revoke", "token"):
         if not isinstance(name, str):
@@ -59,7 +60,7 @@ def _done(fleet: Fleet, action: str, name: str, given: dict[str, Any]) -> str:
 
 def flash(folder: Path, waves: WaveFlash, given: dict[str, Any], by: str) -> str:
     """Begins to flash the inventory's devices in ``given["waves"]``, with at most ``given["most_failures"]`` before a
-    further wave. The audit log's second line is written when that has ended. Raises FleetError."""
+    further wave. Writes the audit log's second line when flashing has ended. Raises FleetError."""
     sizes, most = given.get("waves", ""), given.get("most_failures", 0)
     if not isinstance(sizes, str):
         raise ConfigError("is no list of waves", where="waves", expected="numbers of devices: 1,5,20")
@@ -69,7 +70,7 @@ def flash(folder: Path, waves: WaveFlash, given: dict[str, Any], by: str) -> str
 
 
 def stop_flash(folder: Path, waves: WaveFlash, by: str) -> str:
-    """Raises StateError where nothing is being flashed."""
+    """Raises StateError if nothing is being flashed."""
     with audit_log.recorded(folder, by, "stop-flash") as said:
         said.append(waves.stop())
     return said[0]

@@ -1,4 +1,4 @@
-"""The console's addresses. What reads or asks the fleet runs in worker threads, each with a ledger of its own.
+"""The console's addresses. Code that reads or asks the fleet runs in worker threads, each with a ledger of its own.
 
     GET  /  /page/…                  the page
     GET  /session   POST /login      whether a token is needed; a cookie for the token

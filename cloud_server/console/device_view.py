@@ -1,4 +1,4 @@
-"""One device: what it is, how its accuracy moved, what became of its updates, what each round cost it."""
+"""One device: its facts, its accuracy over the rounds, what became of its updates, what each round cost it."""
 
 from __future__ import annotations
 

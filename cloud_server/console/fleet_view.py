@@ -38,8 +38,8 @@ WHOLE_S, WHOLE_SHARE = 60.0, 30  # a whole read that took a second is followed b
 
 @dataclass
 class _Seen:
-    """What was read of rounds. training: round -> stage -> device -> accuracy, of devices that train. latest: device ->
-    stage -> accuracy. troubles: device -> its last update that was refused or late."""
+    """What was read about rounds. training: round -> stage -> device -> accuracy, of devices that train. latest: device
+    -> stage -> accuracy. troubles: device -> its last update that was refused or late."""
 
     rounds: dict[int, dict[str, Any]] = field(default_factory=dict)
     training: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class FleetView:
         self.ledger.close()
 
     def read(self) -> Values:
-        """Everything that the page shows of the fleet as a whole."""
+        """All values that the page shows of the whole fleet."""
         started = time.monotonic()
         newest, first = self.ledger.newest(Round) or 0, max(self._seen.rounds, default=0) - LATE_ROUNDS
         whole = started >= self._whole_at
@@ -92,7 +92,7 @@ class FleetView:
         sums = result.sums(self.ledger)
         facts = fleet_status.facts(self._fleet, self.ledger, sums)
         facts["totals"] = _slim(facts["totals"])
-        if "update" in facts:  # of how many devices, not their names
+        if "update" in facts:  # numbers of devices, not their names
             facts["update"] = {k: len(v) if isinstance(v, list) else v for k, v in facts["update"].items()}
         volume = None if sums.payload_bytes is None else Volume(
             payload=sums.payload_bytes, mqtt=sums.mqtt_bytes, wire=sums.wire_bytes)
@@ -102,7 +102,7 @@ class FleetView:
             "model": config.model.name, "limits": schema.present(limits), "used": used,
             "currency": self._fleet.tariff.currency if self._fleet.tariff else None,
         }
-        lists = ("on", "off", "programs", "resting", "suspects", "quarantined", "moved")  # said with each device
+        lists = ("on", "off", "programs", "resting", "suspects", "quarantined", "moved")  # sent with each device
         counts = {"on_count": len(facts["on"]), "off_count": len(facts["off"])}
         return schema.present({**{k: v for k, v in facts.items() if k not in lists}, **counts, **known})
 

@@ -1,9 +1,9 @@
 """Who may use the console: checks Host, Origin and token before anything is answered, and sets what the browser allows.
 
 Host: a name that a page elsewhere has pointed at this machine (DNS rebinding) is refused; an address cannot be
-redirected like that, so every address is accepted. Origin: what changes something comes from this page alone. Token:
-needed beyond loopback; as a cookie, which no script can read, or as ``Authorization: Bearer``. An operator's
-certificate, shown when TLS begins, stands in its place; any other certificate of the fleet is refused.
+redirected like that, so every address is accepted. Origin: requests that change something are accepted from this page
+only. Token: needed beyond loopback, as a cookie, which no script can read, or as ``Authorization: Bearer``. An
+operator's certificate, shown when TLS begins, replaces the token; any other certificate of the fleet is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPEN_BELOW = "/page/"
 
 
 class Tokens:
-    """The token that opens the console; None on loopback, where none is asked for."""
+    """The token that opens the console; None on loopback, where no token is needed."""
 
     def __init__(self, token: str | None):
         self._token = None if token is None else token.encode()

@@ -20,16 +20,17 @@ from cloud_server.console.fleet_view import FleetView
 from fleet_core.base.errors import FleetError
 
 LOOK_S = 0.5
-UNCHANGED_S = 5.0  # whether the aggregator runs, and who rests, does not show in the ledger
+UNCHANGED_S = 5.0  # the ledger does not show whether the aggregator runs, and which devices rest
 SHARE = 4  # a read of the ledger that took a second of the processor is followed by four without one
-BEAT_S = 15.0  # a line that shows the page that the connection lives
+BEAT_S = 15.0  # a line that tells the page that the connection is alive
 MOST_PAGES = 32
 MOST_GONE = 10_000
 TROUBLE = "trouble"
 
 
 class Live:
-    """The values of the fleet in ``folder``, as long as ``run`` runs. All but the reading belongs to the event loop."""
+    """The values of the fleet in ``folder``, as long as ``run`` runs. Everything but the reading runs in the event
+    loop."""
 
     def __init__(self, folder: Path):
         self.also: Callable[[], dict[str, dict[str, Any]]] = dict
@@ -63,7 +64,7 @@ class Live:
         self._wake()
 
     def look(self) -> None:
-        """Reads as soon as possible, because something was asked for."""
+        """Reads as soon as possible, because an action was requested."""
         self._look.set()
 
     @property

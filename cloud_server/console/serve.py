@@ -47,7 +47,7 @@ class Address:
 
 
 def token_of(folder: Path, address: Address) -> str | None:
-    """The token that is asked for, as of ``token_in``; None on loopback unless a file is named."""
+    """The required token, from ``token_in``; None on loopback unless a file is named."""
     if address.token_file is None and is_loopback(address.host):
         return None
     return token_in(address.token_file or folder / TOKEN_FILE)
@@ -69,7 +69,7 @@ def check(address: Address) -> None:
 async def serve(folder: Path, address: Address, say: Callable[[str], None]) -> None:
     """Serves until SIGINT or SIGTERM. say(url): called once it can be reached. Raises FleetError."""
     check(address)
-    with Ledger(Fleet.load(folder).ledger_path, create=False):  # tells of a missing or damaged one now
+    with Ledger(Fleet.load(folder).ledger_path, create=False):  # reports a missing or damaged ledger now
         pass
     token, live = token_of(folder, address), Live(folder)
     secure = address.certificate is not None
@@ -97,7 +97,7 @@ def _authority(folder: Path) -> Path | None:
     path = folder / "ca.pem"
     if not path.exists():
         return None
-    with fleet_certificates.as_operator(Fleet.load(folder), "mqtts://localhost"):  # then there is one in operators/
+    with fleet_certificates.as_operator(Fleet.load(folder), "mqtts://localhost"):  # makes one in operators/
         return path
 
 
@@ -144,7 +144,7 @@ class _Server(uvicorn.Server):
 
 
 def _socket(address: Address) -> socket.socket:
-    """Raises LinkError if the port is taken or the address not ours."""
+    """Raises LinkError if the port is taken or the address is not of this machine."""
     try:
         family, kind, protocol, _, at = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
@@ -162,7 +162,7 @@ def _socket(address: Address) -> socket.socket:
 
 
 def run(folder: Path, address: Address, say: Callable[[str], None]) -> None:
-    """As ``serve``. Raises StateError where starlette's server cannot start."""
+    """As ``serve``. Raises StateError if the server cannot start."""
     try:
         asyncio.run(serve(folder, address, say))
     except SystemExit as error:  # uvicorn, when the application does not start

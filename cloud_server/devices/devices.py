@@ -158,7 +158,8 @@ def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
 
 
 def engine_of(device: Device) -> str:
-    """What the device trains with, as its agent said when it came; empty if it has not come or does not train."""
+    """The engine that the device trains with, as its agent reported; empty if it has never connected or does not
+    train."""
     engines = device.capabilities.get("engines") or (["torch"] if device.capabilities.get("train") else [])
     return str(engines[0]) if device.capabilities.get("train") else ""
 

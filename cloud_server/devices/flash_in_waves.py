@@ -25,10 +25,10 @@ from fleet_core.base.errors import ConfigError, FlashError, FleetError, StateErr
 FILE = "inventory.toml"
 JOBS = 4
 WAVES = "1,5,20"
-"""What is proposed: one device first."""
+"""The proposed waves: one device first."""
 
 Recorded = Callable[[], AbstractContextManager[list[str]]]
-"""Records an action before and after it; its end is put into the list."""
+"""Records an action before and after it; append the outcome to the list."""
 
 
 class WaveFlash(Show):
@@ -44,7 +44,8 @@ class WaveFlash(Show):
         self._devices: dict[Entry, dict[str, Any]] = {}
 
     def offer(self) -> dict[str, Any]:
-        """What can be asked for: inventory, its devices, waves, and what is missing for it here, as sentences."""
+        """What can be flashed: the inventory, its devices, the proposed waves, and sentences about what this machine
+        lacks."""
         missing, names = list(_missing()), list[str]()
         try:
             names = [entry.name for entry in inventory.load(self._path)]
@@ -60,8 +61,8 @@ class WaveFlash(Show):
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, waves: str, most_failures: int, recorded: Recorded) -> str:
-        """Begins, and says what happens now. waves: as in ``1,5,20``. most_failures: another wave begins after so many
-        at most. Raises FleetError, before anything is done."""
+        """Begins, and returns a sentence about what happens next. waves: as in ``1,5,20``. most_failures: the largest
+        number of failures after which another wave begins. Raises FleetError, before anything is done."""
         sizes = side_by_side.sizes_of(waves, "waves")
         if not sizes:
             raise ConfigError("no waves are given", where="waves", expected=WAVES)
@@ -85,7 +86,7 @@ class WaveFlash(Show):
         return f"wave 1 of {len(parts)} begins: {', '.join(shortened([entry.name for entry in parts[0]]))}"
 
     def stop(self) -> str:
-        """No further device begins; those under way end at their next step and roll back by themselves."""
+        """Begins no further device. Those under way end at their next step and roll back by themselves."""
         if not self.going:
             raise StateError("no device is being flashed")
         with self._lock:

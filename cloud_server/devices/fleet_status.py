@@ -29,7 +29,7 @@ LOOK_S = 1.0
 
 
 def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, Any]:
-    """The state of a fleet as plain JSON. sums: what ``result.sums`` says of it, if that is known."""
+    """The state of a fleet as plain JSON. sums: the result of ``result.sums``, if it is known."""
     enrolled = {d.name: d for d in ledger.devices() if d.status == "enrolled"}
     invited = token_enrolment.open_tokens(ledger).keys() - enrolled
     programs = Counter(d.version for d in enrolled.values() if d.version)
@@ -72,7 +72,7 @@ def _succession(fleet: Fleet, enrolled: dict[str, Device]) -> dict[str, Any]:
 
 
 def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
-    """The same state in words. fleet: its folder, for the commands that are suggested."""
+    """The state from ``facts`` in words. fleet: its folder, for the commands that are suggested."""
     on = f"{len(facts['on'])} of {facts['enrolled']} enrolled devices on"
     yield (f"fleet {facts['fleet']}, {facts['method']}: {facts['rounds_closed']} of {facts['rounds']} rounds closed, "
            + (on if facts["running"] else "the aggregator is not running"))
@@ -127,8 +127,8 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
 
 
 def watch(fleet: Fleet, stream: TextIO, *, stopped: Callable[[], bool] = lambda: False, look_s: float = LOOK_S) -> None:
-    """Shows the fleet on ``stream`` until it has ended and no aggregator runs, or ``stopped``. look_s: between two
-    looks at the ledger."""
+    """Shows the fleet on ``stream`` until it has ended and no aggregator runs, or ``stopped``. look_s: seconds between
+    two reads of the ledger."""
     with (
         Ledger(fleet.ledger_path, create=False) as ledger,
         LiveView(fleet.config.fleet.rounds, stream, after_round=pause.last_closed(ledger)) as view,

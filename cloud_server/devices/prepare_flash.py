@@ -154,7 +154,7 @@ def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_tok
 
 
 def invited(made: Prepared) -> bytes:
-    """A new one-time token for the device, registered in the ledger; empty where the broker needs none."""
+    """A new one-time token for the device, registered in the ledger; empty if the broker needs none."""
     name = made.device.name
     with Ledger(made.fleet.ledger_path) as ledger:
         if made.plain:

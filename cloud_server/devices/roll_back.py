@@ -35,7 +35,7 @@ def kept_rounds(fleet: Fleet) -> list[KeptRound]:
 
 
 def ask(fleet: Fleet, to: int | None) -> int:
-    """Requests that training goes back to round ``to``, by default to the last served one but one. Raises
+    """Requests that training goes back to round ``to``; by default to the served round before the last one. Raises
     StateError."""
     kept = [one.round for one in kept_rounds(fleet)]
     if to is None and len(kept) > 1:

@@ -29,7 +29,7 @@ updates_app = typer.Typer(help="Programs that devices fetch themselves.", no_arg
 DEVICE_FILE = Annotated[Path, typer.Argument(metavar="DEVICE.toml", help="A device file, as for 'metafleet flash': its "
                                              "board, system and wheels are those of the program.")]
 KEPT = 3
-"""Packages that are kept in the fleet's folder."""
+"""Number of packages that are kept in the fleet's folder."""
 
 
 @updates_app.command("start")
@@ -176,7 +176,7 @@ def _chosen(ledger: Ledger, fleet: Fleet, package: UpdatePackage, named: list[st
 
 
 def ask(fleet: Fleet, what: str) -> str:
-    """Asks the aggregator to ``resume`` or ``abort`` the update. Returns a sentence. Raises ConfigError where there is
+    """Asks the aggregator to ``resume`` or ``abort`` the update. Returns a sentence. Raises ConfigError if there is
     nothing to resume or to abort."""
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records import update_record
@@ -200,14 +200,14 @@ def _asked(folder: Path, what: str) -> None:
 
 
 def _keep_few(folder: Path) -> None:
-    """Of the packages beside ``folder`` the newest few are kept."""
+    """Deletes all but the newest few packages beside ``folder``."""
     serials = sorted((path for path in folder.parent.iterdir() if path.name.isdecimal()), key=lambda p: int(p.name))
     for path in serials[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
-    """How far an update is, in words."""
+    """The progress of an update, in words."""
     told = ", ".join(f"{len(facts[st])} {st}" for st in ("done", "going", "waiting", "failed") if facts[st])
     yield f"update {facts['version']} is {facts['st']}{': ' if facts['why'] else ''}{facts['why']}; {told}"
     if facts["st"] in ("halted", "aborted"):
@@ -215,6 +215,6 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
 
 
 def facts(update: Update) -> dict[str, Any]:
-    """For 'server status'."""
+    """The progress of an update as plain values, for 'server status'."""
     return {"version": update.plan.version, "st": update.st, "why": update.why,
             **{st: update.of(st) for st in ("done", "going", "waiting", "failed")}}

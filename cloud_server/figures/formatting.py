@@ -46,7 +46,8 @@ def spread_text(joules: Joules | PhaseJoules) -> str:
 
 
 def absent_text(absent: Mapping[str, int] | None, devices: int) -> Iterator[str]:
-    """A line for each thing that the joules do not include. devices: how many there are; of fewer, the number is said.
+    """A line for each thing that the joules do not include. devices: number of all devices; a line that concerns fewer
+    says how many.
     """
     for reason, count in (absent or {}).items():
         yield f"{reason} ({count} of {devices} devices)" if count < devices else reason
@@ -91,7 +92,7 @@ def stage_text(stage: str, method: str | None) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Foreign ``text`` on one line, without control characters, which a terminal would obey."""
+    """Foreign ``text`` on one line, without the characters that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text.replace("\n", "; "))
 
 

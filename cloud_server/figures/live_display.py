@@ -42,7 +42,7 @@ class Display:
 
 
 def _live(stream: TextIO) -> Live | None:
-    """None where plain lines are wanted: with NO_COLOR, or if ``stream`` is no terminal or a dumb one."""
+    """None if plain lines are wanted: with NO_COLOR, or if ``stream`` is no terminal or a dumb one."""
     if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return None
     return Live(console=Console(file=stream), auto_refresh=False, redirect_stdout=False, redirect_stderr=False)

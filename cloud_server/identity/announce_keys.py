@@ -1,7 +1,8 @@
-"""The aggregator's signing key, and what it retains for devices about keys: successions of the fleet's key, and the
-authorities that they trust.
+"""The aggregator's signing key, and its retained messages to devices about keys: successions of the fleet's key, and
+the authorities to trust.
 
-It looks at the files that the command line writes, so it takes up a roll-over whether or not it ran at the time.
+The aggregator reads the files that the command line writes, so it also follows a roll-over that began while it did not
+run.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from fleet_core.protocol.succession import Announced, Authorities
 
 LOOK_S = 1.0
 COUNT_S = 5.0
-"""Between two looks at the files, and at all devices while a roll-over is under way."""
+"""Time between two checks of whether every device has followed a roll-over."""
 FILES = (signing_keys.FILE, signing_keys.NEXT, "fleet.pub", "ca.pem", "ca-next.pem")
 FACT = "authorities"
-"""Of the ledger: number and ids of the authorities that devices were last told of."""
+"""Fact of the ledger: number and ids of the authorities last announced to devices."""
 
 
 def followed(devices: list[Device], key: str) -> tuple[list[str], list[str]]:
-    """(the enrolled devices that have said that they have this key, those that were on and have not)."""
+    """(the enrolled devices that report this key, the enrolled devices that have been on and do not report it)."""
     there = [one for one in devices if one.status == "enrolled" and one.capabilities]
     have = [one.name for one in there if one.capabilities.get("key") == key_id(key)]
     return have, [one.name for one in there if one.name not in set(have)]
 
 
 def needed(fleet: Fleet, ledger: Ledger) -> list[str]:
-    """The devices that need the old authority: their certificates are of it, or an unused token names it."""
+    """The devices that need the old authority: it issued their certificate, or their unused token names it."""
     holders = set(fleet_certificates.certificate_facts(ledger))
     return sorted({*authorities.behind(fleet.folder, ledger, holders), *token_enrolment.open_tokens(ledger)})
 
 
 class AnnouncedKeys:
-    """``sign`` signs with the key that is due. authority_changed(): the broker has to trust other
+    """``sign`` signs with the key that is due. authority_changed(): called when the broker must trust other
     authorities. now(): Unix seconds."""
 
     def __init__(
@@ -67,12 +68,12 @@ class AnnouncedKeys:
         return self._signer.sign(body)
 
     def reconnected(self) -> None:
-        """The broker may have lost what it retained."""
+        """Publishes again at the next ``tick``, because the broker may have lost retained messages."""
         self._published = None
         self._look_at = self._clock()
 
     def tick(self) -> bool:
-        """Takes up what has changed; True if another key signs from now on."""
+        """Applies what has changed; True if another key signs from now on."""
         if self._clock() < self._look_at:
             return False
         self._look_at = self._clock() + LOOK_S
@@ -97,7 +98,7 @@ class AnnouncedKeys:
         return found is not None and self._now() >= (found.at + found.until) / 2
 
     def _end_what_all_followed(self) -> None:
-        """Nobody needs the old key, or the old authority."""
+        """Ends a roll-over if no device needs the old key or the old authority any more."""
         if len(self._trusted) > 1 and not needed(self._fleet, self._ledger):
             with contextlib.suppress(ConfigError):  # a command has just done it
                 authorities.finish(self._fleet.folder)
@@ -115,7 +116,7 @@ class AnnouncedKeys:
         return [certificates.authority_id(one) for one in authorities.trusted(self._fleet.folder)]
 
     def _look_at_authorities(self) -> None:
-        """Has the broker trust what the command line has changed, or this process."""
+        """Makes the broker trust the present authorities, if the command line or this process has changed them."""
         found, before = self._authority_ids(), self._trusted
         if found == before:
             return
@@ -130,7 +131,8 @@ class AnnouncedKeys:
         self._authority_changed()
 
     def _authorities(self) -> str:
-        """Signed; empty in a fleet that never had another authority. The number rises even after a backup was restored.
+        """The signed announcement of the authorities; empty in a fleet that never had another one. The number rises
+        even after a backup was restored.
         """
         known = self._told
         if not known and len(self._trusted) < 2:

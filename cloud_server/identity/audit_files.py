@@ -1,8 +1,8 @@
 """The files of the audit log: ``audit.ndjson``, which is written, and the full ones before it, ``audit-000001.ndjson``
 and so on.
 
-A file that is full only gets another name. The first line of the next one has the hash of its last line, so that the
-chain goes on, also where the process died in between. Whoever writes holds a lock on ``audit.ndjson``.
+A full file is only renamed. The first line of the next file has the hash of its last line, so that the chain continues
+even if the process died in between. A writer holds a lock on ``audit.ndjson``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMBERED = re.compile(r"audit-(\d{6,12})\.ndjson")
 
 
 def full_ones(folder: Path) -> list[Path]:
-    """The files before the one that is written, the oldest first."""
+    """The full files, the oldest first."""
     return sorted((path for path in folder.glob("audit-*.ndjson") if NUMBERED.fullmatch(path.name)), key=number_of)
 
 
@@ -79,8 +79,8 @@ def _next_number(folder: Path) -> int:
 
 
 def to_read(folder: Path) -> tuple[list[Path], IO[bytes] | None, int]:
-    """(the full files, ``audit.ndjson``, how many bytes of it to read), as they were at one moment. None where there is
-    no such file. Raises OSError."""
+    """(the full files, ``audit.ndjson``, how many bytes of it to read), as they were at one moment. None if there is no
+    such file. Raises OSError."""
     path = folder / FILE
     while True:
         if not path.exists():

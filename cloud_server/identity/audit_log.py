@@ -2,15 +2,15 @@
 refused.
 
 One JSON object a line, mode 0600, only ever appended to. Each line has the sha256 of the line before it (``previous``),
-so that a changed, removed or inserted line is found. Whoever can write the file can also write all of it anew, or cut
-its end off: keep the hash of the last line elsewhere, and ``check`` finds that too.
+so that a changed, removed or inserted line is found. Somebody who can write the file can also rewrite it whole, or cut
+its end off. If you keep the hash of the last line elsewhere, ``check`` finds that too.
 
 An action on the console has two lines with the same ``id``: one that is on the disk before anything is done, and one
 with ``outcome`` after it. A command has one line, after it has succeeded. A line that a power cut has torn is skipped
 when the file is read; what follows begins on a line of its own, and holds the hash of the torn one.
 
 A full file is put aside (``audit_files``), and the chain goes on in the next one. ``drop_old`` deletes the oldest ones
-and says so in the log, with the hash that the first line of the rest names.
+and says so in the log, with the hash that the first remaining line has.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fleet_core.base.errors import FleetError, StateError
 
 FILE = audit_files.FILE
 MOST_BYTES = 1 << 18
-"""How much of the file's end is read for the console."""
+"""Bytes at the end of the file that are read for the console."""
 MOST_LINE_BYTES = 1 << 16
 LARGEST_BYTES = 1 << 24
-"""Of a line that others have put in, whose hash the next line has."""
+"""Largest line that can be read to hash it; only other programs write lines that are longer than ours."""
 TEXT = 500  # characters
 ALWAYS = ("revoke",)
-"""What is done even if the disk takes no line, and for whose lines the reserved room is used."""
+"""Actions that are done even if their line cannot be written; their lines may use the reserved room."""
 DROP = "drop audit file"
 CONSOLE, COMMAND, AGGREGATOR = "console", "command line", "aggregator"
 
@@ -52,8 +52,8 @@ CONSOLE, COMMAND, AGGREGATOR = "console", "command line", "aggregator"
 
 @contextlib.contextmanager
 def recorded(folder: Path, by: str, action: str, device: str = "") -> Iterator[list[str]]:
-    """Records an action on the console before and after it. Put what came of it, as text, into the list. by: the
-    browser's address.
+    """Records an action on the console before and after it. Append the outcome, as text, to the list. by: the browser's
+    address.
 
     Raises StateError, before anything is done, if the disk cannot be written and the action is none of ALWAYS.
     """
@@ -98,7 +98,7 @@ class Recorder:
             self._log(f"not in the audit log: {action} {device}: {error}")
 
     def refused(self, device: str, text: str) -> None:
-        """device: or the id of a token. text: what was refused, and why."""
+        """device: its name, or the id of a token. text: what was refused, and why."""
         at, since = self._refused.get(device, (-self.HOUR_S, 0))
         if self._now() - at < self.HOUR_S or (device not in self._refused and len(self._refused) >= self.MOST_DEVICES):
             self._refused[device] = at, since + 1
@@ -151,7 +151,8 @@ def drop_old(folder: Path, keep: int, log: Callable[[str], None]) -> None:
 
 
 def _last_line(handle: int, size: int) -> bytes:
-    """Without its end of line; empty lines count. Raises StateError for one that is longer than LARGEST_BYTES."""
+    """The last line without its end of line; it may be empty. Raises StateError for one that is longer than
+    LARGEST_BYTES."""
     block = MOST_LINE_BYTES
     while True:
         tail = os.pread(handle, min(block, size), max(0, size - block))
@@ -165,7 +166,7 @@ def _last_line(handle: int, size: int) -> bytes:
 
 
 def hash_of(line: bytes) -> str:
-    """Of a line without its end: sha256 in hex."""
+    """sha256, in hex, of a line without its end of line."""
     return hashlib.sha256(line).hexdigest()
 
 
@@ -175,7 +176,7 @@ def _entry(via: str, by: str, action: str, device: str) -> dict[str, Any]:
 
 
 def _anyhow(folder: Path, entry: dict[str, Any]) -> None:
-    """What cannot be written is told on stderr."""
+    """Writes ``entry``; if that fails, warns on stderr."""
     write = partial(append, folder, entry)
     try:
         disk_errors.with_reserve(folder, write) if entry["action"] in ALWAYS else write()
@@ -244,9 +245,9 @@ class Checked:
 def check(folder: Path, *, since: str = "", most: int = 1000) -> Checked:
     """Reads all files, line by line, and checks that each line follows the one before.
 
-    since: the hash of a line, or how it begins; the entries after it are returned, and it is broken if no line has it.
-    most: entries that are returned, the newest; of what is torn and broken, the oldest. Raises StateError if a file
-    cannot be read.
+    since: the hash of a line, or its first digits. The entries after that line are returned; without such a line the
+    log counts as broken. most: entries that are returned, the newest; of what is torn and broken, the oldest. Raises
+    StateError if a file cannot be read.
     """
     found, reached, chained = Checked(), not since, False
     newest, dropped, begin = deque[dict[str, Any]](maxlen=most), set[str](), ""
@@ -289,7 +290,8 @@ def _wrong(entry: dict[str, Any], head: str) -> str:
 
 
 def _lines(folder: Path, found: Checked) -> Iterator[bytes]:
-    """The lines of all files, whose names it notes. One over LARGEST_BYTES comes in pieces, which fail the check."""
+    """The lines of all files; notes the files' names. A line over LARGEST_BYTES comes in pieces, which fail the
+    check."""
     try:
         full, last, size = audit_files.to_read(folder)
         found.files = [path.name for path in (*full, *([folder / FILE] if last else []))]
@@ -319,7 +321,7 @@ def _one(file: IO[bytes], left: int) -> tuple[bytes, int]:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """None for a line that is none of ours."""
+    """The entry in a line; None for a line that this module did not write."""
     if len(line) > MOST_LINE_BYTES:
         return None
     with contextlib.suppress(ValueError, RecursionError):

@@ -3,8 +3,8 @@
     ca.key, ca.pem            issues for tokens, the aggregator and the broker
     ca-next.key, ca-next.pem  the successor: issues what devices renew, until it takes the place of the other
 
-Meanwhile broker and devices trust both. Every step can be cut off: the successor is there once ``ca-next.pem`` is, and
-has taken over once ``ca-next.key`` has its new name.
+Meanwhile broker and devices trust both. Every step may be interrupted: there is a successor once ``ca-next.pem``
+exists, and it has taken over once ``ca-next.key`` is renamed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def successor(folder: Path) -> Authority | None:
 
 
 def trusted(folder: Path) -> list[x509.Certificate]:
-    """What broker and devices trust, the one that issues last. Raises StateError."""
+    """The authorities that broker and devices trust; the last one issues renewals. Raises StateError."""
     _settle(folder)
     paths = (folder / f"{stem}.pem" for stem in (STEM, NEXT))
     return [certificates.load_certificate(path) for path in paths if path.exists()]
@@ -60,7 +60,7 @@ def begin(folder: Path, fleet: str) -> Authority:
 
 
 def finish(folder: Path) -> None:
-    """The successor takes the place of the old authority, whose key is gone. Raises ConfigError if there is none."""
+    """Replaces the old authority and its key by the successor. Raises ConfigError if there is none."""
     if successor(folder) is None:
         raise ConfigError("no roll-over of the authority is under way", where=str(folder),
                           hint=f"metafleet server roll-authority {typed(folder)}")
@@ -69,13 +69,13 @@ def finish(folder: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Ends what was cut off between the two names."""
+    """Finishes a replacement that was interrupted between the two renames."""
     if (folder / f"{NEXT}.pem").exists() and not (folder / f"{NEXT}.key").exists():
         storage.move(folder / f"{NEXT}.pem", folder / f"{STEM}.pem")
 
 
 def behind(folder: Path, ledger: Ledger, holders: set[str]) -> list[str]:
-    """The enrolled devices of ``holders`` that have not said that they use a certificate of the last authority."""
+    """The enrolled devices of ``holders`` that do not report a certificate of the last authority."""
     wanted = certificates.authority_id(trusted(folder)[-1])
     return [one.name for one in ledger.rows(Device) if one.name in holders and one.status == "enrolled"
             and one.capabilities.get("ca") != wanted]

@@ -24,7 +24,7 @@ ExportTrain = Callable[[Fleet, Layout, Params], bytes]
 
 
 def create_fleet(folder: Path, text: str | None, export: Export, export_train: ExportTrain | None = None) -> Fleet:
-    """Creates the fleet in ``folder``, or adds what is missing; never replaces anything but a graph ``train`` that is
+    """Creates the fleet in ``folder``, or adds what is missing. It replaces no file, except a graph ``train`` that is
     not of fleet.toml's method.
 
     text: the content of fleet.toml; None to use the file in the folder. export_train: None makes no such graph. Raises

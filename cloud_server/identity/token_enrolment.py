@@ -191,7 +191,7 @@ def open_tokens(ledger: Ledger) -> dict[str, Invitation]:
 
 def enrolment_url(fleet: Fleet, broker: str) -> str:
     """The URL of the enrolment port: fleet.toml's, else the configured one, else the port after the broker's. Raises
-    ConfigError where none follows from the broker's."""
+    ConfigError if none follows from the broker's."""
     if fleet.config.link.enrolment is not None:
         return fleet.config.link.enrolment
     setup, named = fleet_certificates.saved_setup(fleet.folder), parse_url(broker)

@@ -1,4 +1,4 @@
-"""How an alert leaves the aggregator: to a command, a webhook, or an MQTT topic.
+"""Sends alerts: to a command, a webhook, or an MQTT topic.
 
 A message is a JSON object: fleet, kind, state (alert | over), since, at (Unix seconds), text and devices (at most 20).
 """
@@ -54,7 +54,7 @@ def post(url: str, message: Message) -> str:
 
 
 def channels(section: AlertsSection) -> list[Callable[[Message], str]]:
-    """The command and the webhook, as far as they are set; each returns why it failed, or an empty text."""
+    """The command and the webhook, if they are set; each returns why it failed, or an empty text."""
     found: list[Callable[[Message], str]] = [partial(run_command, section.command)] if section.command else []
     return [*found, *([partial(post, section.webhook)] if section.webhook else [])]
 
@@ -101,8 +101,8 @@ def watch(
     fleet: Fleet, section: AlertsSection, stopped: Callable[[], bool], log: Callable[[str], None], *,
     beside: bool = False, told: Callable[[Message], None] = lambda message: None, look_s: float = LOOK_S,
 ) -> None:
-    """Sends alerts until ``stopped``. beside: in an aggregator; else only while none runs. told: called with every
-    message. look_s: between two looks."""
+    """Sends alerts until ``stopped``. beside: it runs in an aggregator; otherwise it sends only while no aggregator
+    runs. told: called with every message. look_s: seconds between two checks."""
     found, send, looked_at = Alerts(fleet, section), Sender(section, log), -math.inf
     try:
         while not stopped():

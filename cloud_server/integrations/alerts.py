@@ -1,9 +1,9 @@
-"""``[alerts]``: what in a fleet needs a person, and when a message about it is sent.
+"""``[alerts]``: what in a fleet needs a person's attention, and when a message about it is sent.
 
 An alert is sent when it begins, when it concerns further devices, every ``repeat_s`` while it lasts, and when it is
 over, with at least ``pause_s`` between two messages of a kind. ``alerts.json`` in the fleet's folder keeps what was
-sent, so that a restart repeats nothing. The aggregator looks while it runs, ``metafleet server alerts --watch`` while
-none does.
+sent, so that a restart repeats nothing. The aggregator checks while it runs, ``metafleet server alerts --watch`` while
+no aggregator runs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Alert:
-    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy | drift | update. devices: those
-    concerned."""
+    """kind: aggregator | stalled | lost | refused | disk | certificate | accuracy | drift | update. devices: those that
+    it concerns."""
 
     kind: str
     text: str
@@ -48,7 +48,7 @@ class Alert:
 @dataclass(frozen=True)
 class Told:
     """The last message of a kind. since, at: Unix seconds of the first and of the last message about it. over: the last
-    one said that it is over."""
+    message said that the alert is over."""
 
     kind: str
     since: float
@@ -101,7 +101,7 @@ class Alerts:
         return before
 
     def test(self, now: float) -> dict[str, Any]:
-        """A message that says that it is a test."""
+        """A test message."""
         return self._message(Told("test", now, now, "a test, nothing is wrong"), now)
 
     def _message(self, told: Told, now: float) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Alerts:
 
 
 def present(fleet: Fleet, ledger: Ledger, section: AlertsSection, now: float) -> list[Alert]:
-    """The alerts that need a person at ``now``, Unix seconds."""
+    """The alerts about the fleet at ``now``, Unix seconds."""
     enrolled = {device.name: device for device in ledger.each(Device) if device.status == "enrolled"}
     found = [*_disk(fleet.folder, section), *_certificates(fleet, ledger, enrolled, section, now)]
     if not fleet.running():
@@ -141,7 +141,7 @@ def _disk(folder: Path, section: AlertsSection) -> Iterator[Alert]:
 def _certificates(
     fleet: Fleet, ledger: Ledger, enrolled: dict[str, Device], section: AlertsSection, now: float
 ) -> Iterator[Alert]:
-    """Devices renew their certificates by themselves: one that ends soon belongs to a device that cannot."""
+    """Certificates that end soon. A device renews its own in time, unless it cannot."""
     last: dict[str, float] = {}
     for row in ledger.each(Certificate):
         if row.device in enrolled and row.revoked_at is None:
@@ -183,7 +183,7 @@ def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
 
 
 def _update(folder: Path) -> Iterator[Alert]:
-    """An update that devices fetch themselves waits for a person when too many of them have failed."""
+    """An update that devices fetch themselves and that was halted, because too many of them failed."""
     update = update_record.read(folder)
     if update is not None and update.st == update_record.HALTED:
         failed = update.of(update_record.FAILED)

@@ -72,7 +72,7 @@ class Names:
 
 
 def messages(names: Names, ledger: Ledger) -> dict[str, bytes]:
-    """{topic: payload} of every device that the ledger knows; empty payloads remove what is there of a revoked one."""
+    """{topic: payload} of every device that the ledger knows; empty payloads remove a revoked device."""
     costs = {one.device: one for one in device_costs.of_ledger(ledger)}
     accuracy = {one.device: one.accuracy for one in ledger.each(Evaluation, stage="after")}
     counted = {device: newest for device, (_, _, newest) in ledger.counted_updates().items()}
@@ -110,7 +110,7 @@ def state_of(
 
 
 def config_of(names: Names, device: Device, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The discovery payload, with the sensors of which ``state`` has a value."""
+    """The discovery payload, with those sensors for which ``state`` has a value."""
     board = device.capabilities.get("board")
     about = {"identifiers": [names.id(device.name)], "name": device.name, "manufacturer": f"Metafleet, {names.fleet}",
              "model": board or None, "sw_version": device.version or None}
@@ -132,7 +132,7 @@ def _json(value: Any) -> bytes:
 
 
 class Bridge:
-    """Publishes over ``link`` what has changed since it published last; everything after a reconnect."""
+    """Publishes over ``link`` what has changed since its last publish; everything after a reconnect."""
 
     def __init__(self, names: Names, link: Link, read: Callable[[], dict[str, bytes]], say: Callable[[str], None]):
         self._names, self._link, self._read, self._say = names, link, read, say
@@ -174,7 +174,7 @@ class Bridge:
         self._put({topic: b"" for topic in self._read()} | {self._names.bridge: b""})
 
     def leave(self) -> None:
-        """Queues that the bridge is off."""
+        """Queues the message that the bridge is off."""
         self._queue.clear()
         self._put({self._names.bridge: OFFLINE})
 

@@ -84,7 +84,7 @@ def _of_devices(enrolled: list[Device]) -> Iterator[Metric]:
 
 
 def _of_evaluations(ledger: Ledger) -> Iterator[Metric]:
-    """Of each device its last evaluation of each stage."""
+    """Each device's last evaluation of each stage."""
     newest = {(one.device, one.stage): one for one in ledger.each(Evaluation)}
     for name, about, figure in (
         ("metafleet_device_accuracy_ratio", "Accuracy on the device's own test samples.", "accuracy"),

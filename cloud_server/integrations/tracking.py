@@ -1,8 +1,8 @@
 """``--tensorboard`` and ``--mlflow``: a process beside an aggregator or a simulation that writes each round's figures.
 
-It only reads a fleet's ledger or the folders of runs. So a tracking server that fails or is slow delays no round, and
-what it missed is written later. A round is written once, because the tracker itself knows the last one. A fleet's round
-is written when the next one has closed, or at the end, because evaluations and joules arrive after the close.
+It only reads a fleet's ledger or the folders of runs. Therefore a tracking server that fails or is slow delays no
+round, and gets what it missed later. A round is written once, because the tracker itself stores the last one. A fleet's
+round is written when the next one has closed, or at the end, because evaluations and joules arrive after the close.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check(options: Options) -> None:
 
 
 class Source(Protocol):
-    """A fleet or a run that is followed. name: of the run at the tracker, another one for other settings. group: of
-    runs that belong together."""
+    """A fleet or a run that is followed. name: of the run at the tracker; it differs for other settings. group: of runs
+    that belong together."""
 
     name: str
     group: str
@@ -139,7 +139,7 @@ def _of_row(row: Mapping[str, Any]) -> Figures:
 
 
 def _known(figures: Mapping[str, float | None]) -> Figures:
-    """The finite ones."""
+    """The figures that are finite."""
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
@@ -268,7 +268,7 @@ class MLflow:
 
 
 class Follower:
-    """Writes what is new of one source to one tracker at each look."""
+    """Writes new rounds of one source to one tracker at each look."""
 
     def __init__(self, source: Source, kind: str, make: Callable[[Source], Tracker], say: Callable[[str], None]):
         self._source, self._kind, self._make, self._say = source, kind, make, say
@@ -279,7 +279,7 @@ class Follower:
         try:
             self._write(last)
             problem = ""
-        except Exception as error:  # of any kind: a tracker is somebody else's program
+        except Exception as error:  # any exception: a tracker is a foreign program
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if problem and problem != self._problem:
             self._say(f"{self._kind}, {self._source.name}: {problem}")

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether the disk refused a file or the ledger, so that the same may succeed later."""
+    """Whether the disk could not be used for a file or the ledger; a later attempt may succeed."""
     of_the_ledger = isinstance(error, StateError) and isinstance(error.__cause__, sqlite3.OperationalError)
     return of_the_ledger or storage.is_disk_error(error)
 
@@ -35,14 +35,15 @@ def undisturbed(log: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def reserve(folder: Path) -> None:
-    """Keeps room for revoking in a file of a fleet's folder. Nothing happens where the disk has none."""
+    """Reserves room for revoking devices, as a file in a fleet's folder. Does nothing if the disk has no room."""
     with contextlib.suppress(StateError):
         if not (folder / RESERVE).exists():
             storage.write_atomic(folder / RESERVE, os.urandom(RESERVE_BYTES))  # zeros may take no room on the disk
 
 
 def with_reserve(folder: Path, action: Callable[[], Result]) -> Result:
-    """``action()``; on a full disk once more, with the room that was reserved in ``folder``. Raises StateError."""
+    """Calls ``action``; if the disk is full, frees the room reserved in ``folder`` and calls it again. Raises
+    StateError."""
     try:
         return action()
     except (StateError, OSError) as error:

@@ -1,12 +1,12 @@
 """Folds old rounds of a ledger into sums, so that the file does not grow without end.
 
-What is kept of each round's rows: the sums by device in ``folded_tables``, from which ``ledger_sums`` gives the same
-totals as before; the last counted update of each device, by which a device that comes back is recognised; of the
-evaluations, each device's newest and those of the last EVALUATED rounds. Everything else of these rounds is deleted.
+It keeps the sums by device in ``folded_tables``, from which ``ledger_sums`` computes the same totals as before; each
+device's last counted update, by which a returning device is recognised; each device's newest evaluations, and those of
+the last EVALUATED rounds. It deletes all other rows of these rounds.
 
-A report that comes for a folded round adds to the sums like any other, and counts as a report of its own.
+A later report for a folded round is added to the sums, and counts as a report of its own.
 
-``Ledger`` inherits it from ``LedgerFolds``.
+``Ledger`` inherits from ``LedgerFolds``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cloud_server.ledger import ledger_statements as statements
 from cloud_server.ledger.folded_tables import ALL_KINDS, FoldedRounds
 
 STEP = 20
-"""Rounds that are folded together, at least."""
+"""Least number of rounds that are folded together."""
 MOST = 200
-"""Rounds that are folded together, at most: a ledger that was never folded takes several steps."""
+"""Largest number of rounds that are folded together: a ledger that was never folded takes several steps."""
 EVALUATED = 20
 FREE_SHARE, FREE_BYTES = 0.5, 16 << 20
-"""From so much unused room on, the file is made smaller."""
+"""The file is made smaller if this share of it, and this many bytes, are unused."""
 
 BY_ROUND = ("updates", "codecs", "arrays", "privacy", "traffic", "energy", "flops", "usage", "rounds")
-"""In an order that leaves no row without the round that it names."""
+"""Tables with rows of rounds, in the order of deletion: ``rounds`` is last, because rows of the others refer to it."""
 
 CLOSED = "EXISTS (SELECT 1 FROM rounds AS r WHERE r.round = {0}.round AND r.status = 'closed')"
 SUMS = {
@@ -70,7 +70,7 @@ SUMS = {
         " WHERE round < {before} GROUP BY 1",
     ),
 }
-"""Table -> (its key, what is added to its rows)."""
+"""Table of sums -> (its key, the query for the rows that are added)."""
 NOT_SUMMED = {"first": "MIN", "last": "MAX", "peak_mib": "MAX"}
 REPLACED = ("round", "update_id")
 
@@ -89,7 +89,8 @@ class LedgerFolds:
 
     def fold(self, before: int, *, step: int = STEP) -> FoldedRounds | None:
         """Folds rounds before ``before``, at most MOST of them, in one transaction: a process that is killed has folded
-        all of them or none. Returns what is folded so far; None, and nothing is done, for fewer than ``step`` rounds.
+        all of them or none. Returns what is folded so far. For fewer than ``step`` rounds, or if one of them is open,
+        does nothing and returns None.
 
         Raises StateError if the ledger cannot be written."""
         first = self._query("SELECT MIN(round) FROM rounds")[0][0]
@@ -125,12 +126,13 @@ class LedgerFolds:
                             refused=updates.get("refused", (0, 0))[0], seconds=seconds, models_transmitted=models)
 
     def last_folded(self, device: str, number: int) -> str | None:
-        """The id of the device's newest folded update that was counted, if that was in the round."""
+        """The id of the device's newest counted update among the folded rounds, if it is of round ``number``; else
+        None."""
         found = self._query("SELECT update_id FROM last_counted WHERE device = ? AND round = ?", (device, number))
         return str(found[0][0]) if found else None
 
     def folded_modes(self) -> list[tuple[int, str]]:
-        """(the last folded round with it, privacy mode)."""
+        """(last folded round of a privacy mode, the mode), for each mode."""
         return [(last, mode) for last, mode in self._query("SELECT MAX(last), privacy FROM folded_rounds GROUP BY 2")]
 
     def folded_privacy(self) -> list[tuple[str, float, int]]:
@@ -138,8 +140,8 @@ class LedgerFolds:
         return [(device, noise, rounds) for device, noise, rounds in self._query("SELECT * FROM folded_privacy")]
 
     def shrink(self) -> bool:
-        """Gives unused room of a large file back to the disk; whether there was enough for that. Takes as much room
-        again while it lasts, and waits for nobody: raises StateError if another process uses the ledger."""
+        """Gives unused room of a large file back to the disk; False if there is too little of it. Until it is done it
+        needs disk space for a second copy. Raises StateError at once if another process uses the ledger."""
         free, pages = self._pragma("freelist_count"), self._pragma("page_count")
         if free < FREE_SHARE * pages or free * self._pragma("page_size") < FREE_BYTES:
             return False
@@ -148,14 +150,14 @@ class LedgerFolds:
         return True
 
     def _add(self, table: str, key: Collection[str], select: str) -> None:
-        """Adds the rows of ``select`` to those with the same key. NULL is no figure, not 0."""
+        """Adds the rows of ``select`` to those with the same key. NULL is a missing figure, not 0."""
         names = [name for _, name, *_ in self._query(f"PRAGMA table_info({table})")]
         changes = ", ".join(f"{name} = {_together(name)}" for name in names if name not in key)
         self._query(f"INSERT INTO {table} SELECT * FROM ({select}) WHERE true"
                     f" ON CONFLICT ({', '.join(key)}) DO UPDATE SET {changes}")
 
     def _fold_privacy(self, before: int) -> None:
-        """A device was asked in the rounds of whose cohort it was, or in which it sent an update."""
+        """Counts a device as asked in a round if it was in the cohort or sent an update."""
         found = Counter[tuple[str, float]]()
         for number, cohort, noise in self._query(
             "SELECT r.round, r.cohort, p.noise FROM privacy AS p JOIN rounds AS r ON r.round = p.round"
@@ -180,7 +182,7 @@ class LedgerFolds:
 
 
 def _together(name: str) -> str:
-    """How a folded figure and what is added to it become one."""
+    """The SQL expression that adds a row's figure to the folded one."""
     if name in REPLACED:
         return f"excluded.{name}"
     both = f"{NOT_SUMMED[name]}({name}, excluded.{name})" if name in NOT_SUMMED else f"{name} + excluded.{name}"

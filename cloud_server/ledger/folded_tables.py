@@ -1,6 +1,6 @@
 """The ledger's tables of sums over rounds that are no longer kept one by one.
 
-A device's sums have no round. ``folded_rounds`` says which rounds they are of.
+The sums have no round. ``folded_rounds`` says which rounds they cover.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ CREATE TABLE folded_usage (
 CREATE TABLE folded_privacy (
     device TEXT NOT NULL, noise REAL NOT NULL, rounds INTEGER NOT NULL, PRIMARY KEY (device, noise));
 """
-"""closed: of rounds that were closed; the others count for the fleet's whole life only. ``folded_traffic``: kind "" is
-over all kinds, where a report is one device's in one round; of the other kinds it is one device's of that kind in one
-round. ``last_counted``: the newest folded update of a device that was counted."""
+"""closed: 1 for a sum over closed rounds; the other sums count only towards the fleet's whole life. ``folded_traffic``:
+kind "" is the sum over all kinds, with one report per device and round; the other kinds have one report per device,
+kind and round. ``last_counted``: a device's newest counted update among the folded rounds."""
 
 ALL_KINDS = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedRounds:
-    """The rounds ``first`` to ``last`` as far as they were folded. closed: how many of them were closed. participants,
-    skipped, refused: updates. seconds, models_transmitted: sums over the closed ones that have the figure."""
+    """The folded rounds, ``first`` to ``last``. closed: how many of them were closed. participants, skipped, refused:
+    updates. seconds, models_transmitted: sums over the closed ones that have the figure."""
 
     first: int
     last: int

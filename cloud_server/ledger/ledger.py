@@ -5,7 +5,7 @@ writes only requests: it adds one with ``request``, and the aggregator takes it 
 ``Ledger`` belongs to the thread that opened it; another thread or process opens the same path again.
 
 ``put`` writes rows of the tables in ``ledger_tables``, ``rows`` reads them, ``ledger_sums`` adds them up. Rows of
-rounds that ``fold_rounds`` has folded are gone; the sums have them.
+rounds that ``fold_rounds`` has folded are deleted; the sums still include them.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Ledger(LedgerFolds, LedgerSums):
         return int(found[0][0]) if found else None
 
     def counted(self, device: str, number: int) -> str | None:
-        """The id of the device's update that was counted in the round, or None; also None for one that was folded,
-        unless it is the device's newest."""
+        """The id of the device's update that was counted in the round, or None; also None for an update of a folded
+        round, unless it is the newest of these."""
         found = self.rows(tables.Update, round=number, device=device, status="counted")
         return found[0].update_id if found else self.last_folded(device, number)
 
@@ -152,7 +152,7 @@ class Ledger(LedgerFolds, LedgerSums):
         return found[0] if found else None
 
     def set_absent_energy(self, device: str, reasons: Sequence[str]) -> None:
-        """What a device's joules do not include, in place of what it said before."""
+        """Replaces the list of what a device's joules do not include."""
         if {row.reason for row in self.each(AbsentEnergy, device=device)} != set(reasons):
             with self.transaction():
                 self._query(f"DELETE FROM {AbsentEnergy.table} WHERE device = ?", (device,))
@@ -198,7 +198,7 @@ class Ledger(LedgerFolds, LedgerSums):
             self._query("DELETE FROM control WHERE key = ? AND value = ?", (key, value))
 
     def data_version(self) -> int:
-        """Differs from the last call's if another connection has written to the file since."""
+        """A number that changes when another connection has written to the file."""
         return self._pragma("data_version")
 
     def _open(self) -> None:
@@ -236,7 +236,7 @@ class Ledger(LedgerFolds, LedgerSums):
         try:
             yield
         except sqlite3.ProgrammingError:
-            raise  # the caller's mistake, such as another thread's ledger, not the file's
+            raise  # a mistake of the caller, such as a ledger of another thread
         except sqlite3.IntegrityError as error:
             raise StateError(f"the row breaks a rule of the ledger: {error}", where=str(self.path)) from error
         except sqlite3.OperationalError as error:

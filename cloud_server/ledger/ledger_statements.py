@@ -47,7 +47,7 @@ lack them."""
 
 
 def reports(by: str, where: str) -> str:
-    """The statement that makes one line of a device's traffic: the columns ``by``, and bytes by counter and way."""
+    """The statement that selects one row per group ``by``: these columns, and the bytes of each counter and way."""
     parts = ", ".join(f"SUM(CASE direction WHEN '{way}' THEN {counter}_bytes END) AS {counter}_{way}"
                       for counter in COUNTERS for way in WAYS)
     return f"SELECT {by}, {parts} FROM traffic WHERE {where} GROUP BY {by}"

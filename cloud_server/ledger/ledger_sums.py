@@ -1,6 +1,6 @@
 """Sums over the ledger: bytes, joules and floating-point operations by round, device or kind of traffic.
 
-``Ledger`` inherits them from ``LedgerSums``.
+``Ledger`` inherits from ``LedgerSums``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Totals:
 
 
 class LedgerSums:
-    """Sums over the tables of a ledger. within: only these rounds; None for the fleet's whole life, with the rounds
-    that were folded; FOLDED for those of them that were closed. By round, folded rounds have no entry."""
+    """Sums over the tables of a ledger. within: only these rounds; None for the fleet's whole life, including folded
+    rounds; FOLDED for the folded rounds that were closed. Sums by round have no entry for folded rounds."""
 
     def _query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         raise NotImplementedError
@@ -108,7 +108,7 @@ class LedgerSums:
         }
 
     def joules(self, by: str | None = None, within: range | None = None) -> dict[Any, Joules]:
-        """Joules over all rows (key None), or ``by`` "round" or "device"; no entry where no working phase has any."""
+        """Joules over all rows (key None), or ``by`` "round" or "device"; no entry if no working phase has any."""
         key, _ = _grouping(by, ("round", "device"))
         parts: dict[Any, dict[str, list[PhaseJoules]]] = {}
         for k, phase, source, measured, amount, low, high, unknown in self._query(
@@ -204,7 +204,7 @@ class LedgerSums:
         }
 
     def counted_updates(self) -> dict[str, tuple[int, int, int]]:
-        """Device -> (updates that were counted, those of them that were skipped, the newest one's round)."""
+        """Device -> (number of counted updates, number of these that were skipped, round of the newest one)."""
         return {device: (count, skipped, newest) for device, count, skipped, newest in self._query(
             "SELECT device, SUM(n), SUM(skipped), MAX(newest) FROM (SELECT device, 1 AS n, skipped, round AS newest"
             " FROM updates WHERE status = 'counted' UNION ALL SELECT f.device, f.updates, f.skipped, l.round FROM"
@@ -214,7 +214,7 @@ class LedgerSums:
 
 
 def _together(parts: Sequence[PhaseJoules]) -> PhaseJoules | None:
-    """The sum of ``parts``, in which measured joules are their own low and high; None without parts."""
+    """The sum of ``parts``, in which measured joules count as their own low and high; None without parts."""
     if not parts:
         return None
     value, source = sum(part.value for part in parts), "; ".join(dict.fromkeys(part.source for part in parts))
@@ -225,15 +225,15 @@ def _together(parts: Sequence[PhaseJoules]) -> PhaseJoules | None:
 
 
 def _grouping(by: str | None, allowed: tuple[str, ...]) -> tuple[str, str]:
-    """(outer key, inner key) of a sum whose reports are one per round and device."""
+    """(outer key, inner key) of a sum; a report is one per round and device, with ``kind`` also one per kind."""
     if by is not None and by not in allowed:
         raise ValueError(f"by must be one of {', '.join(allowed)}, not {by}")
     return by or "NULL", "round, device, kind" if by == "kind" else "round, device"
 
 
 def _folded(by: str | None, within: range | None, table: str, *columns: str) -> str:
-    """The end of a query that also has the rows of folded rounds. They have no round, so none of them is in a sum by
-    round."""
+    """The end of a query that adds the rows of folded rounds; it selects none for a sum by round, because these rows
+    have no round."""
     counts = "0" if by == "round" else "1" if within is None else "closed" if within is FOLDED else "0"
     key = by if by and by != "round" else "NULL"
     return f" UNION ALL SELECT {key}, {', '.join(columns)} FROM {table} WHERE {counts}"

@@ -131,8 +131,8 @@ class Round(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCodec(Row):
-    """What a round's updates or models are encoded with. way: up | down. reason: of ``auto``, empty for a codec that is
-    set. left_out: as ``choose.Past.left``."""
+    """The codec of a round's updates or models. way: up | down. reason: of ``auto``, empty for a codec that is set.
+    left_out: as ``choose_codec.Past.left``."""
 
     table = "codecs"
     key = ("round", "way")
@@ -160,8 +160,8 @@ class RoundArrays(Row):
 @dataclass(frozen=True, kw_only=True)
 class RoundPrivacy(Row):
     """A round with private updates, from its opening on. mode, clip, noise, delta: as ``PrivacySection``. epsilon: of
-    this round alone, for a device that was asked. spent: after it, of the device that has spent most. most: the largest
-    number of rounds in which a device was asked."""
+    this round alone, for a device that was asked. spent: total after this round, of the device that has spent most.
+    most: the largest number of rounds in which a device was asked."""
 
     table = "privacy"
     key = ("round",)
@@ -304,7 +304,7 @@ class Flops(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Usage(Row):
-    """What a device used in a round, as far as it reports it; as ``device_messages.Report``. peak_mib: so far."""
+    """What a device used in a round, if it reports it; as in ``device_messages.Report``. peak_mib: the peak so far."""
 
     table = "usage"
     key = ("round", "device")

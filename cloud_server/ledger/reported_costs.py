@@ -1,4 +1,4 @@
-"""What a round gets of the bytes, operations and joules that devices report. ``ledger_sums`` adds up what it got."""
+"""Assigns the bytes, operations and joules that devices report to rounds; ``ledger_sums`` adds them up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReportedCosts:
         self._ledger = ledger
 
     def report(self, device: str, report: Report) -> None:
-        """Adds one report, all or nothing. What a power cut loses is in the device's next report."""
+        """Adds one report, all or nothing. If a power cut loses it, the device's next report has the same counts."""
         counters = _counters(report)
         key = f"counters/{device}"
         starts: dict[str, dict[str, float]] = json.loads(self._ledger.fact(key) or "{}")

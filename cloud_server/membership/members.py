@@ -162,7 +162,7 @@ class Members:
         return self._devices[name].phase if name in self._devices else ""
 
     def lacking(self, model: str, names: Collection[str]) -> list[Holder]:
-        """What is held by those of ``names`` that are ready and not known to hold ``model``."""
+        """A ``Holder`` for each ready device of ``names`` that is not known to hold ``model``."""
         known = (self._devices[name] for name in names if name in self._ready)
         return [Holder(one.base, one.chain) for one in known if one.base != model]
 
@@ -178,7 +178,7 @@ class Members:
                 self._put(replace(self._row(name), took_part=True))
 
     def answered(self, name: str) -> None:
-        """The device's upload is over, and it was told so: it need not send a heartbeat that says it."""
+        """Notes that the device's upload is over. The device was told so, and need not say it in a heartbeat."""
         self._devices[name].phase = "idle"
 
     # Enrolment --------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Members:
     def on_presence(self, name: str, presence: Presence, closed: int) -> None:
         """Notes a presence or a heartbeat. closed: the last closed round.
 
-        A power cut may lose the row, because the device announces itself again; it may not lose a leave."""
+        A power cut may lose the row, because the device announces itself again, but never a leave."""
         if presence.beat:
             return self._on_beat(name, presence)
         if name not in self._devices and self._everyone:

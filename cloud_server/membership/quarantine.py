@@ -17,7 +17,7 @@ from cloud_server.membership.members import Members
 WINDOW = 10
 """Number of closed rounds that are considered."""
 LEAST = 3
-"""A device is suspect only if updates of so many rounds were refused."""
+"""A device is suspect only if its updates were refused in at least this many rounds."""
 QUARANTINED, RELEASED = "quarantined", "released"
 """Keys of facts in the ledger: device -> why it is quarantined; device -> the last closed round at its release."""
 
@@ -64,8 +64,8 @@ class Quarantine:
 
 
 def suspects(ledger: Ledger) -> dict[str, str]:
-    """Device -> a sentence about its refused updates, for each device of whose updates in the last closed rounds more
-    than half were refused or clipped away. Rounds before a device's release do not count."""
+    """Device -> a sentence about its refused updates, for each device with more than half of its updates in the last
+    closed rounds refused or clipped away. Rounds before a device's release do not count."""
     closed = [row.round for row in ledger.rounds("closed")][-WINDOW:]
     if not closed:
         return {}

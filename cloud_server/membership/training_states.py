@@ -13,8 +13,8 @@ from cloud_server.membership.members import Members
 from fleet_core.protocol.round_messages import NO_UPDATE, UpdateRef
 
 MOST_LOSSES, LOSS_ROUNDS = 3, 20
-"""A device may lose its training state at most this often in so many rounds, because each loss resets the duals of all
-devices."""
+"""A device may lose its training state at most MOST_LOSSES times in LOSS_ROUNDS rounds, because each loss resets the
+duals of all devices."""
 
 
 class TrainingStates:

@@ -92,7 +92,8 @@ class Waiting:
         return again
 
     def all_answered(self, opened: OpenRound, wanted: int) -> None:
-        """When every device has answered and too many failed: logs it once; they are asked again at the next deadline.
+        """Call it when every device has answered and too many failed. Logs that once; the devices are asked again at
+        the next deadline.
         """
         if self._ask_again:
             return

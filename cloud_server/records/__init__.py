@@ -4,5 +4,5 @@
 private keys, which may have a passphrase, ``signing_keys`` has the fleet's key and its successor, ``tariff`` reads
 tariff.toml. ``spool`` holds the verified updates of the open round, ``checkpoint`` the state after each closed round;
 ``read_served_model`` reads the served model from it. ``training_graph`` keeps the graph that devices train with.
-``update_record`` says how far an update of the devices' programs is.
+``update_record`` stores the progress of an update of the devices' programs.
 """

@@ -55,8 +55,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Delta:
-    """What was published of the training model of ``round``. model: id of its weights. data: a delta to the weights
-    with the id ``base``, encoded with ``codec``; base is None for first weights."""
+    """The published delta of the training model of ``round``. model: id of the model's weights. data: a delta to the
+    weights with the id ``base``, encoded with ``codec``; base is None for first weights."""
 
     round: int
     model: str
@@ -148,7 +148,7 @@ class Checkpoints:
         _write(self._served, arrays, metadata, version if served.moving.everything else SERVED_PART_FORMAT)
 
     def keep_served_round(self, number: int) -> None:
-        """Keeps the checkpoint of a round whose model is served, so that training can go back to it."""
+        """Keeps the checkpoint of a round whose model is served, so that training can roll back to it."""
         path = served_at(self._folder, number)
         temporary = path.with_name(f".{path.name}")
         temporary.unlink(missing_ok=True)
@@ -241,7 +241,7 @@ def _answers(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> Served
 
 
 def _deltas(roles: Mapping[str, Params], metadata: Mapping[str, str]) -> tuple[Delta, ...]:
-    """Empty if a version that does not know deltas has kept only their metadata."""
+    """Empty if a version without deltas has kept only their metadata."""
     if "deltas" not in roles:
         return ()
     data, known = roles["deltas"]["data"], json.loads(metadata["deltas"])

@@ -91,7 +91,7 @@ class Fleet:
 
     @property
     def skip_below(self) -> float:
-        """The setting, or 0 for a method that does not sum updates over rounds: a skipped update would be lost."""
+        """The setting; 0 for a method that does not sum updates over rounds, because a skipped update would be lost."""
         return self.config.link.skip_below if self.method.cumulative else 0.0
 
     @property
@@ -158,7 +158,7 @@ class Fleet:
         return load_public(self.folder / "fleet.pub")
 
     def lasting_id(self) -> str:
-        """8 hex digits that stay when the fleet gets another key. Raises StateError."""
+        """8 hex digits that do not change when the fleet gets another key. Raises StateError."""
         return signing_keys.first(self.folder)[:8]
 
     def graph_bytes(self) -> bytes:
@@ -188,7 +188,8 @@ class Fleet:
             )
 
     def backbone_bytes(self) -> bytes | None:
-        """The file of the model's backbone; None if it has none. Raises StateError if it is missing or another one."""
+        """The file of the model's backbone; None if it has none. Raises StateError if it is missing or of another
+        backbone."""
         wanted, path = self.config.model.backbone, self.folder / backbone_file.NAME
         if wanted is None:
             return None

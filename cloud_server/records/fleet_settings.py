@@ -53,7 +53,7 @@ class FleetSection:
 @dataclass(frozen=True)
 class ModelSection:
     """name: a named model or ``package.module:build``. classes: names in the order of the labels; they never change.
-    backbone: what makes the model's input of raw samples; None for a model that takes raw samples."""
+    backbone: computes the model's input from raw samples; None for a model that takes raw samples."""
 
     name: str = field(metadata={"max_length": 200})
     input: InputSpec
@@ -63,7 +63,7 @@ class ModelSection:
 
     @property
     def sample(self) -> InputSpec:
-        """A raw sample, as users send it."""
+        """The form of a raw sample, as users send it."""
         return self.input if self.backbone is None else self.backbone.input
 
 
@@ -137,8 +137,8 @@ class AlertsSection:
 
 @dataclass(frozen=True)
 class KeepSection:
-    """How much of a fleet's past stays in its folder. rounds: ``ledger.fold_rounds`` folds earlier ones. audit_files:
-    of ``identity.audit_files``."""
+    """How much history stays in a fleet's folder. rounds: ``ledger.fold_rounds`` folds earlier ones. audit_files: of
+    ``identity.audit_files``."""
 
     rounds: int = field(default=1000, metadata={"min": 0, "max": 1_000_000, "about":
         "Rounds that are kept one by one, at least 50; earlier ones are folded into sums. 0: all are kept."})

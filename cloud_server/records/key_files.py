@@ -3,13 +3,13 @@
     keys.seal             a random key, sealed under the passphrase by scrypt; absent while keys are plain
     fleet.key, ca.key, …  the content of a plain file, sealed under that random key
 
-So another passphrase is one atomic write, and a command that is cut off leaves every file readable: plain, or with the
-passphrase. The cipher is AES-256-GCM. ``scrypt`` (RFC 7914) takes 128 MiB for each guess; the library's own encryption
-of PKCS #8 takes 2048 rounds of PBKDF2 and no memory.
+The passphrase can therefore be changed with one atomic write, and an interrupted command leaves every file readable:
+plain, or with the passphrase. The cipher is AES-256-GCM. ``scrypt`` (RFC 7914) takes 128 MiB for each guess; the
+library's own encryption of PKCS #8 takes 2048 rounds of PBKDF2 and no memory.
 
 The passphrase comes from the file that METAFLEET_PASSPHRASE_FILE names, from systemd's credential
-``metafleet-passphrase``, or from the terminal. It is asked for once in a process. Another one, in place of it, comes
-from the file that METAFLEET_NEW_PASSPHRASE_FILE names, or from the terminal.
+``metafleet-passphrase``, or from the terminal. A process asks for it once. A new passphrase that replaces it comes from
+the file that METAFLEET_NEW_PASSPHRASE_FILE names, or from the terminal.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fleet_core.base.processes import typed
 
 SEAL = "keys.seal"
 KEYS = ("fleet.key", "fleet-next.key", "ca.key", "ca-next.key", "tokens-ca.key")
-"""What a passphrase seals. Every other key of the folder is read by a broker or an operator's command without one."""
+"""Files that a passphrase seals. Brokers and operators' commands read the other keys of the folder without one."""
 FROM_FILE, NEW_FROM_FILE = "METAFLEET_PASSPHRASE_FILE", "METAFLEET_NEW_PASSPHRASE_FILE"
 CREDENTIAL = "metafleet-passphrase"
 MAGIC, SEAL_MAGIC = b'{"metafleet": "sealed key 1"', b'{"metafleet": "passphrase 1"'
 MAX_BYTES = 1 << 16
 LEAST, MOST = 12, 1024
-"""Characters of a new passphrase; bytes of any."""
+"""Least number of characters of a new passphrase; largest number of bytes of any."""
 COST, BLOCK = 1 << 17, 8
 """N and r of scrypt: 128 N r bytes of memory."""
 HEX = r"(?:[0-9a-f]{2})*"
@@ -49,7 +49,7 @@ HEX = r"(?:[0-9a-f]{2})*"
 
 @dataclass(frozen=True)
 class Sealed:
-    """A file under AES-256-GCM. nonce, data: in hex. salt, cost: of scrypt, in ``keys.seal`` alone."""
+    """A file encrypted with AES-256-GCM. nonce, data: in hex. salt, cost: of scrypt, only in ``keys.seal``."""
 
     metafleet: str
     nonce: str = field(metadata={"pattern": r"[0-9a-f]{24}"})
@@ -62,14 +62,14 @@ class Sealed:
 
 
 def read(path: Path, *, limit: int = MAX_BYTES) -> bytes:
-    """A key's file as it is when it is plain. Raises StateError where it cannot be read, or the passphrase is missing
-    or wrong."""
+    """The plain content of a key's file. Raises StateError if it cannot be read, or the passphrase is missing or
+    wrong."""
     data = storage.read_bytes(path, limit=limit)
     return _opened(_sealed(data, path), _key_of(path.parent.resolve()), path) if is_sealed(data) else data
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes a key, mode 0600; sealed where the folder's keys are. Raises StateError."""
+    """Writes a key, mode 0600; sealed if the folder's keys are sealed. Raises StateError."""
     if (path.parent / SEAL).exists():
         data = _text(MAGIC, _key_of(path.parent.resolve()), data)
     storage.write_atomic(path, data, mode=0o600)
@@ -86,12 +86,12 @@ def unlock(folder: Path) -> None:
 
 
 def forget() -> None:
-    """Asks for the passphrase again."""
+    """Forgets the passphrase, so that it is asked for again."""
     _key_of.cache_clear()
 
 
 def state(folder: Path) -> str:
-    """plain | encrypted | partly, of the keys that are there."""
+    """plain | encrypted | partly, for the keys that exist."""
     found = {is_sealed(storage.read_bytes(path, limit=MAX_BYTES)) for path in _there(folder)}
     return "partly" if len(found) > 1 else "encrypted" if True in found else "plain"
 
@@ -100,7 +100,8 @@ def state(folder: Path) -> str:
 
 
 def encrypt(folder: Path, new: Callable[[], str] | None = None) -> None:
-    """Seals the keys that are plain. new(): asks for the passphrase, the first time. Raises ConfigError, StateError."""
+    """Seals the keys that are plain. new(): asks for a passphrase, if the folder has none. Raises ConfigError,
+    StateError."""
     seal = folder / SEAL
     if not seal.exists():
         _write_seal(seal, secrets.token_bytes(32), (new or ask_new)())
@@ -113,7 +114,7 @@ def encrypt(folder: Path, new: Callable[[], str] | None = None) -> None:
 
 
 def change(folder: Path, new: Callable[[], str] | None = None) -> None:
-    """Another passphrase, by one write. Raises ConfigError, StateError."""
+    """Changes the passphrase, with one write. Raises ConfigError, StateError."""
     seal = folder / SEAL
     if not seal.exists():
         raise ConfigError("the keys have no passphrase", where=str(folder),
@@ -152,7 +153,7 @@ def _there(folder: Path) -> list[Path]:
 
 @functools.cache
 def _key_of(folder: Path) -> bytes:
-    """What the folder's keys are sealed with. Raises StateError."""
+    """The key that seals the folder's keys. Raises StateError."""
     path = folder / SEAL
     sealed = _sealed(storage.read_bytes(path, limit=MAX_BYTES), path)
     given = _given()
@@ -161,7 +162,7 @@ def _key_of(folder: Path) -> bytes:
 
 
 def _given() -> str | None:
-    """The passphrase in a file; None where it has to be typed. Raises StateError."""
+    """The passphrase from a file; None if it has to be typed. Raises StateError."""
     folder = os.environ.get("CREDENTIALS_DIRECTORY")
     credential = "" if folder is None else str(Path(folder) / CREDENTIAL)
     return _in_file(os.environ.get(FROM_FILE) or (credential if os.path.isfile(credential) else None))

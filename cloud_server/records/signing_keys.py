@@ -4,9 +4,9 @@
     fleet-next.key        the successor, from its announcement until it signs
     successions.json      the successions so far, signed: see ``fleet_core.protocol.succession``
 
-A succession is announced by the write of ``successions.json``. The old key goes on signing for half of the overlap, for
-devices that have not heard of it yet; then, or once every device has followed, the successor takes its place. Every
-step can be cut off and is finished by the next one.
+Writing ``successions.json`` announces a succession. The old key signs for half of the overlap, for devices that have
+not received the announcement; then, or once every device has followed, the successor replaces it. If a step is
+interrupted, the next one finishes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleet_core.protocol.succession import MAX_LINK_BYTES, MOST, Succession
 
 FILE, NEXT = "successions.json", "fleet-next.key"
 OVERLAP_S, CUT_S = 30 * 86400, 600
-"""Of a roll-over that is not told otherwise; of a cut, in which devices that are on follow."""
+"""Default overlap of a roll-over; overlap of a cut, in which the devices that are on follow."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def pending(folder: Path) -> Succession | None:
 
 
 def announced(folder: Path, now: float) -> tuple[str, ...]:
-    """The links that devices are given: those after the last cut that is over."""
+    """The links that are sent to devices: those after the last cut that is over."""
     links = chain(folder).links
     over = [n for n, one in enumerate(succession.read(links)) if one.cut and now > one.until]
     return links[over[-1] + 1:] if over else links
@@ -77,7 +77,7 @@ def known(folder: Path) -> set[str]:
 
 
 def signer(folder: Path, now: float) -> Signer:
-    """What signs at ``now``, Unix seconds. Raises StateError."""
+    """The key that signs at ``now``, Unix seconds. Raises StateError."""
     found = pending(folder)
     if found is not None and (found.cut or now >= (found.at + found.until) / 2):
         promote(folder)
@@ -85,8 +85,8 @@ def signer(folder: Path, now: float) -> Signer:
 
 
 def roll(folder: Path, fleet: str, now: float, *, overlap_s: float = OVERLAP_S, cut: bool = False) -> Succession:
-    """Announces a new key. cut: the old one counts no more, and the new one signs at once. Raises ConfigError while a
-    roll-over is under way that is no cut, StateError."""
+    """Announces a new key. cut: the old key becomes invalid, and the new one signs at once. Raises StateError, and
+    ConfigError during another roll-over unless this one is a cut."""
     if pending(folder) is not None:
         if not cut:
             raise ConfigError("a roll-over of the fleet's key is under way", where=str(folder),
@@ -104,7 +104,7 @@ def roll(folder: Path, fleet: str, now: float, *, overlap_s: float = OVERLAP_S, 
 
 
 def promote(folder: Path) -> None:
-    """The successor signs from now on, and the old private key is gone from the folder."""
+    """Makes the successor the signing key, and deletes the old private key."""
     if pending(folder) is None:
         return
     public = Signer.load(folder / NEXT, key_files.read).public

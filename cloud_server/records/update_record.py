@@ -1,6 +1,6 @@
-"""``state/update.json``: an update that devices fetch themselves, wave by wave, as far as it has come.
+"""``state/update.json``: the progress of an update that devices fetch themselves, wave by wave.
 
-Written whole before anything of it is published, so that an aggregator that was killed goes on from there.
+The file is written before anything is published, so that a killed aggregator continues from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fleet_core.base import schema, storage
 T = TypeVar("T")
 
 FOLDER = "updates"
-"""In the fleet's folder: a folder for each update, by its serial, and in it the package and PLAN."""
+"""In the fleet's folder. Each update has a folder in it, named by the serial, with the package and PLAN."""
 PLAN = "plan.json"
 MAX_BYTES = 1 << 26
 DEFAULT_WITHIN_S = 86400.0
@@ -23,12 +23,12 @@ DEFAULT_WITHIN_S = 86400.0
 WAITING, GOING, DONE, FAILED = "waiting", "going", "done", "failed"
 RUNNING, HALTED, ENDED, ABORTED = "running", "halted", "ended", "aborted"
 ASKED_IN = {"resume": (HALTED, ABORTED), "abort": (RUNNING, HALTED)}
-"""What an operator may ask of an update, and in which of its states."""
+"""Request of an operator -> the states of an update in which it is allowed."""
 
 
 @dataclass(frozen=True)
 class OneDevice:
-    """wave: from 0 on. why: it failed."""
+    """wave: from 0 on. why: the reason of a failure."""
 
     wave: int
     st: str = field(default=WAITING, metadata={"choices": (WAITING, GOING, DONE, FAILED)})
@@ -37,9 +37,10 @@ class OneDevice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the operator asked for. system: for which the program is, as ``aarch64 3.13``. devices: in the order of the
-    waves. sizes: of the waves, the last one again and again; empty for one wave. most_failures: with which a further
-    wave begins. within_s: how long a wave may take. url: an https address of the program, or empty."""
+    """What the operator asked for. system: that the program is for, as ``aarch64 3.13``. devices: in the order of the
+    waves. sizes: of the waves, the last one repeated; empty for one wave. most_failures: the largest number of failures
+    with which a further wave begins. within_s: how long a wave may take. url: an https address of the program, or
+    empty."""
 
     serial: int
     version: str
@@ -53,8 +54,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Update:
-    """An update and how far it is. attempt: higher with each "resume". seq: of the last announcement. began_at: of the
-    wave, Unix seconds; 0 before the first. why: it was halted."""
+    """An update and its progress. attempt: higher with each "resume". seq: of the last announcement. began_at: of the
+    wave, Unix seconds; 0 before the first. why: the reason of a halt."""
 
     plan: Plan
     devices: Mapping[str, OneDevice]
@@ -81,19 +82,19 @@ class Update:
         return replace(self, devices=going, wave=wave, began_at=now)
 
     def again(self) -> Update:
-        """Once more for every device that is not done, in waves from the first size on."""
+        """The update restarted for every device that is not done, in waves from the first size on."""
         left = [name for name in self.plan.devices if self.devices[name].st != DONE]
         devices = {**self.devices, **in_waves(left, self.plan.sizes)}
         return replace(self, devices=devices, st=RUNNING, why="", attempt=self.attempt + 1, wave=-1, began_at=0.0)
 
 
 def begun(plan: Plan) -> Update:
-    """The update at its begin."""
+    """The update before its first wave."""
     return Update(plan, in_waves(plan.devices, plan.sizes))
 
 
 def in_waves(names: Sequence[str], sizes: Sequence[int]) -> dict[str, OneDevice]:
-    """Every device with its wave."""
+    """Device -> its state before its wave."""
     return {name: OneDevice(wave) for name, wave in zip(names, _waves(len(names), sizes), strict=True)}
 
 

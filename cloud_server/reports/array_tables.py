@@ -33,7 +33,7 @@ def spans(rounds: Sequence[RoundFigures]) -> tuple[tuple[str, ...], Rows]:
 
 
 def counts(rounds: Sequence[RoundFigures]) -> str:
-    """A line: how many rounds trained a part."""
+    """A line that says how many rounds trained a part."""
     part = [len(closed.arrays.frozen) for closed in rounds if closed.arrays is not None and closed.arrays.frozen]
     return f"{len(part)} of {len(rounds)} rounds trained a part, {min(part)} to {max(part)} arrays were frozen"
 
@@ -44,6 +44,6 @@ def explained(rows: Sequence[RoundArrays]) -> tuple[tuple[str, ...], Rows]:
 
 
 def names(frozen: Sequence[str]) -> str:
-    """How many, and the first ones without their groups."""
+    """How many arrays, and the names of the first ones, without groups."""
     listed = ", ".join(shortened([key.partition("/")[2] for key in frozen], NAMES))
     return f"{len(frozen)}: {listed}" if frozen else "none"

@@ -1,4 +1,4 @@
-"""The section of the report about costs: the devices' bills, cost against accuracy, and a month of it."""
+"""The section of the report about costs: the devices' bills, cost against accuracy, and a month's costs."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def _arrays(run: Result) -> str:
 
 
 def _privacy(run: Result) -> str:
-    """Empty where updates went as they are."""
+    """Empty if updates are not private."""
     heads, rows = privacy_tables.last(run.rounds)
     if not rows:
         return ""

@@ -9,19 +9,19 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.results.evaluations import accuracies
 
 SAME_DEVICES = 0.8
-"""Two rounds are compared where at least this share of the later one's devices was evaluated in both."""
+"""Two rounds are compared if at least this share of the later one's devices was evaluated in both."""
 
 
 def lost(before: dict[str, float], after: dict[str, float]) -> list[float]:
-    """What each device that was evaluated in both rounds lost; empty where these are too few."""
+    """The accuracy that each device evaluated in both rounds has lost; empty if there are too few such devices."""
     both = before.keys() & after.keys()
     return [before[name] - after[name] for name in sorted(both)] if len(both) >= SAME_DEVICES * len(after) else []
 
 
 def better_round(ledger: Ledger, newest: int, kept: Sequence[int], limit: float) -> tuple[int, float] | None:
-    """(the round of ``kept`` whose served model was better than that of ``newest``, what the median device lost since),
-    or None if it lost ``limit`` or less. The median, so that no few devices can move it with false reports. At least
-    half of the earlier round's devices must have reported."""
+    """(the round of ``kept`` since which the median device has lost most accuracy, that loss), or None if every loss is
+    at most ``limit``. The median is used so that a few devices cannot move it with false reports. At least half of the
+    earlier round's devices must have reported."""
     after = accuracies(ledger, range(newest, newest + 1)).get(newest, {})
     worst: tuple[int, float] | None = None
     for number in kept:

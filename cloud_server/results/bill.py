@@ -1,8 +1,8 @@
 """The bill of a run: what a month of such rounds costs each device, and what an accuracy has cost.
 
-A month has 30 days. It is the run's average round, times the rounds of a month: what is sent once, such as the graph,
-is in that average. Only joules of work count: the idle draw is there without the fleet too. A sum that lacks reports is
-too low, so nothing is computed from it.
+A month has 30 days, and costs the run's average round times the number of rounds in a month. The average includes what
+is sent once, such as the graph. Only joules of work count, because a device draws idle power without the fleet too. A
+sum that lacks reports is too low, so nothing is computed from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DAYS = 30
 class Month:
     """A month of a device, or of the fleet (``device`` None). up, down: bytes of ``counter``. battery_days: until the
     work alone has used up the battery; of the fleet: until the first device's is used up. Money is in the tariff's
-    currency: fee, data and energy, and their sum where every one that has a price is known."""
+    currency: fee, data and energy, and their sum if each of them that has a price is known."""
 
     device: str | None
     counter: str | None = None
@@ -113,7 +113,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def reached(run: Result) -> list[Reached]:
-    """Cost against accuracy: one line per closed round that is kept. The sums have the folded rounds."""
+    """Cost against accuracy: one line per closed round that is kept. The sums include the folded rounds."""
     lines, payload, wire = list[Reached](), Running(), Running()
     flops, joules = Running(), Running()
     if (before := run.folded) is not None:

@@ -12,10 +12,10 @@ from cloud_server.ledger.ledger_sums import Bytes, Joules
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCosts:
-    """new: it did not train. rounds: in which its update was counted; skipped: those of them in which it sent none,
-    because it was too small; None for no such. kinds: payload by kind of traffic. MQTT and wire bytes belong to a
-    connection, so they have no kinds. cpu_s, peak_mib: of the agent and its children. connected_s: with a connection.
-    retransmitted_bytes: sent again by the device. Figures that were not reported are None."""
+    """new: it did not train. rounds: number of rounds in which its update was counted. skipped: number of these in
+    which the update was too small to send; None if there are none. kinds: payload by kind of traffic. MQTT and wire
+    bytes belong to a connection, so they have no kinds. cpu_s, peak_mib: of the agent and its children. connected_s:
+    with a connection. retransmitted_bytes: sent again by the device. Figures that were not reported are None."""
 
     device: str
     new: bool

@@ -9,7 +9,7 @@ from fleet_core.protocol.device_messages import Report
 
 
 def record(ledger: Ledger, device: str, report: Report) -> None:
-    """Writes the evaluations of a report, if it has any. One of no samples is left out."""
+    """Writes the evaluations of a report, if it has any, without those of no samples."""
     if report.evaluated_round is None:
         return
     for one in report.evaluations:
@@ -32,7 +32,7 @@ def evaluated(ledger: Ledger, number: int) -> set[str]:
 
 
 def accuracies(ledger: Ledger, within: range) -> dict[int, dict[str, float]]:
-    """Round -> accuracy of each device that trains, after personalization where it has one."""
+    """Round -> accuracy of each device that trains, after personalization if it has personalized."""
     found: dict[int, dict[str, float]] = {}
     for number, device, stage, new, accuracy in ledger.accuracies(within):
         if not new and (stage == "after" or device not in found.get(number, {})):

@@ -1,4 +1,4 @@
-"""The rounds of a ledger of which only sums are kept (``ledger.fold_rounds``)."""
+"""The rounds of a ledger that are kept only as sums (``ledger.fold_rounds``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cloud_server.ledger.ledger_sums import FOLDED, Bytes, Joules
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedSums:
-    """Rounds ``first`` to ``last``, of which only sums are kept. closed: how many of them closed. Figures as of
+    """Rounds ``first`` to ``last``, which are kept only as sums. closed: how many of them closed. Figures as in
     ``RoundFigures``, summed over the rounds; seconds and models_transmitted over those that have the figure."""
 
     first: int = field(metadata={"min": 0})

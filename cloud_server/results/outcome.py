@@ -61,8 +61,8 @@ def read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of two runs; None where it is absent. share: of 1, whose change is a difference; else the change is
-    relative."""
+    """One figure of two runs; None for a run that lacks it. share: it is a share of 1, and its change is a difference;
+    otherwise the change is relative."""
 
     what: str
     here: float | None

@@ -49,7 +49,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Pooled(Score):
-    """The score after personalization; before and fine_tuned only if they are of exactly the same devices."""
+    """The score after personalization; before and fine_tuned only if they cover exactly the same devices."""
 
     before: Score | None = None
     fine_tuned: Score | None = None
@@ -62,10 +62,10 @@ class Pooled(Score):
 class RoundFigures:
     """A closed round. accuracy, macro_f1 (pooled): of the devices that train, in evaluated rounds.
 
-    asked: devices of the cohort. participants: devices whose update was counted. skipped: those of them that sent none,
-    because it was too small; None for no such. refused: updates. payload_bytes, mqtt_bytes, wire_bytes: all traffic of
-    the round. models_transmitted: whole models up and down, without served ones. flops: over all devices. codecs: up
-    and down. arrays: None where every round trains everything. privacy: None where updates go as they are.
+    asked: devices of the cohort. participants: devices whose update was counted. skipped: those of them whose update
+    was too small to send; None if there are none. refused: updates. payload_bytes, mqtt_bytes, wire_bytes: all traffic
+    of the round. models_transmitted: whole models up and down, without served ones. flops: over all devices. codecs: up
+    and down. arrays: None if every round trains all arrays. privacy: None if updates are not private.
     """
 
     round: int = field(metadata={"min": 0})
@@ -247,7 +247,7 @@ def environment() -> dict[str, Any]:
 
 
 def sums_of(data: Mapping[str, Any]) -> Sums:
-    """The ``Sums`` that ``plain`` was made of. Raises DataError."""
+    """The ``Sums`` from which ``plain`` made ``data``. Raises DataError."""
     found, problems = schema.read(Sums, data, unknown="ignore")
     if found is None:
         raise DataError("are no sums: " + "; ".join(map(str, problems[:5])))

@@ -42,7 +42,7 @@ class Privacy:
 
 
 def privacy(ledger: Ledger, within: range | None = None) -> dict[int, Privacy]:
-    """By round; none of those without."""
+    """Round -> its privacy, for rounds with private updates."""
     return {
         row.round: Privacy(mode=row.mode, clip=row.clip, noise=row.noise, delta=row.delta, epsilon=row.epsilon,
                            spent=row.spent, most=row.most)
@@ -59,7 +59,7 @@ def codecs(ledger: Ledger, within: range | None = None) -> dict[int, dict[str, C
 
 
 def arrays(ledger: Ledger, within: range | None = None) -> dict[int, TrainedArrays]:
-    """By round; none of those that train the whole model and could train no part."""
+    """Round -> its arrays, without rounds that could only train the whole model."""
     return {
         row.round: TrainedArrays(frozen=row.frozen, reason=row.reason, moves=row.moves)
         for row in ledger.each(RoundArrays, within)

@@ -1,7 +1,7 @@
 """The limits of ``[budget]``: when a run ends early, and which devices are not asked again today.
 
-Limits are checked before a round opens, against the costs reported by then. So a run or a device may exceed a limit by
-the cost of a round and of the last served model. A round belongs to the day (UTC) on which it opened.
+Limits are checked before a round opens, against the costs reported by then. A run or a device may therefore exceed a
+limit by the cost of a round and of the last served model. A round belongs to the day (UTC) on which it opened.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Budget:
                     self._log(f"warning: {key} cannot be kept: no device has reported {name} so far")
 
     def needed_from(self) -> int:
-        """The first round whose bytes and joules a limit of the day may need."""
+        """The first round that counts against the limits of the day; without limits, a number that no round reaches."""
         limits = Amounts() if self._section is None else self._section.device_day
         return 1 << 31 if limits == Amounts() else self._first_of_today()
 
@@ -166,7 +166,7 @@ def resting(ledger: Ledger, now: float) -> dict[str, str]:
 
 
 def used_of(volume: Volume | None, joules: Joules | None, tariff: Tariff | None) -> dict[str, float]:
-    """The known ones of the bytes, joules and money that count against a limit."""
+    """The bytes, joules and money that count against a limit, without those that are unknown."""
     used: dict[str, float] = {}
     up = down = 0
     if volume is not None:

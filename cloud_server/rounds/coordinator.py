@@ -3,7 +3,7 @@
 Closing a round is a pure function of the checkpoint, the ledger and the spool. A killed aggregator continues at its
 next start: it opens the round again with the same cohort and model, and does not ask again for updates that it has.
 
-A write that fails is raised out of ``step`` as StateError and ends this coordinator: see ``aggregator``.
+If a write fails, ``step`` raises StateError and this coordinator ends: see ``running.aggregator``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from fleet_core.protocol import cohort, messages, topics
 from fleet_core.protocol.device_messages import ServerPresence
 from fleet_core.robust.screening import Screened
 
-LOOK_S = 0.1  # between two looks over all devices
+LOOK_S = 0.1  # between two checks of all devices
 
 
 class Coordinator:
     """Drives one fleet over an open link. ``log`` receives one line at a time of what an operator may want to read.
-    access_changed(): the broker has to read again who may do what. authority_changed(): it has to trust others."""
+    access_changed(): called when the broker must read its access list again. authority_changed(): called when it must
+    trust other authorities."""
 
     def __init__(
         self,
@@ -70,14 +71,15 @@ class Coordinator:
         self._begun = 0
         self._looked_at = -math.inf
         self._idle: int | None = None
-        self._taken_up = False  # the open round is from before a restart, and its devices are not back yet
+        self._taken_up = False  # the open round began before a restart, and too few devices are back
         self.broker_said = ""
         self.paused = ledger.facts().get("paused") == "yes"
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
     def step(self, timeout_s: float) -> bool:
-        """Handles what arrived within ``timeout_s`` and what is due; True when anything happened."""
+        """Handles the messages that arrive within ``timeout_s``, and everything that is due. True if anything
+        happened."""
         events = self.link.poll(timeout_s)
         for event in events:
             match event:
@@ -87,7 +89,7 @@ class Coordinator:
                     self._on_connected(limit)
                 case Disconnected(reason):
                     said = requirements.explained(reason)
-                    if said != self.broker_said:  # each attempt to connect fails with the same reason
+                    if said != self.broker_said:  # log a reason once, not at each attempt to connect
                         self._log(f"broker: {said}")
                     self.broker_said = said
                 case Message(topic, payload, retain):
@@ -201,8 +203,8 @@ class Coordinator:
     # Open a round -----------------------------------------------------------------------------------------------------
 
     def _open_if_possible(self, before: Round | None) -> None:
-        """Opens the next round, or again one that an earlier aggregator did not close. before: the row of that
-        round."""
+        """Opens the next round, or reopens one that an earlier aggregator did not close. before: the row of the
+        latter."""
         number = self.checkpoint.round + 1
         if before is None and self._parts.budget.over(self.checkpoint.round):
             return self._end_early()
@@ -262,7 +264,7 @@ class Coordinator:
         if not asked:
             return self._abandon(opened)
         if over and not self.paused and self._parts.places.pass_on(opened, due=due):
-            self._rounds.open = None  # opened again with the new cohort; received updates stay
+            self._rounds.open = None  # reopened with the new cohort; received updates stay
         elif due and self._parts.waiting.at_deadline(opened, wanted, open_ones):
             opened.try_again()
             self._parts.manifests.open_round(opened, self.checkpoint)
@@ -270,19 +272,19 @@ class Coordinator:
             self._parts.waiting.all_answered(opened, wanted)
 
     def _all_gone(self, names: list[str]) -> bool:
-        """Whether no update of these devices is expected any more. A round that was opened again after a restart first
+        """Whether no update of these devices is expected any more. A round that was reopened after a restart first
         waits until enough devices are on, as a new round does."""
         self._taken_up = self._taken_up and not self._parts.readiness.enough
         return not self._taken_up and not any(map(self._members.expected, names))
 
     def _abandon(self, opened: OpenRound) -> None:
-        """Gives up a round all of whose devices have been revoked or quarantined; it is opened again for others."""
+        """Gives up a round whose devices are all revoked or quarantined; it is reopened for others."""
         self._rounds.abandon(opened)
         self._parts.spool.clear(keep=0)
         self._rounds.open = None
 
     def _take_up_again(self, error: FleetError) -> None:
-        """Handles an update in the spool that is damaged: opening the round again drops it and asks for it again."""
+        """Handles a damaged update in the spool: reopening the round drops the update and asks for it again."""
         if disk_errors.is_disk_error(error):
             raise error
         self._log(f"round {self.checkpoint.round + 1} is taken up again: {error}")
@@ -322,7 +324,8 @@ class Coordinator:
     def _end(
         self, opened: OpenRound, checkpoint: Checkpoint, screened: Screened, members: int, *, uncounted: str = ""
     ) -> None:
-        """Closes the round on the disk, then goes on. uncounted: why its updates are not used, or empty."""
+        """Writes the closed round to the disk, then serves its model if that is due. uncounted: why its updates are not
+        used, or empty."""
         self._parts.checkpoints.save(checkpoint)  # before the ledger: a crash in between leaves the round open
         with self.ledger.transaction():
             self._parts.receiver.record(opened, screened)

@@ -1,4 +1,4 @@
-"""Decides between two rounds whether training goes back to an earlier served model, and does so."""
+"""Rolls training back to an earlier served model, between two rounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RollBacks:
         self._compared = 0  # the last closed round after which evaluations were compared
 
     def request(self, to: str) -> None:
-        """Takes an operator's request, which stays in the ledger until it was handled. to: a round's number."""
+        """Takes an operator's request, which stays in the ledger until it is handled. to: a round's number."""
         self._asked = to
 
     def go_back_if_due(self, *, last: bool) -> None:

@@ -12,7 +12,8 @@ from cloud_server.rounds.budget import Budget
 from fleet_core.base.errors import StateError
 
 LEAST = 50
-"""Rounds that decisions look back on: quarantine, codecs, alerts, lost training states."""
+"""How many of the last rounds are never folded, because quarantine, codecs, alerts and lost training states look back
+on them."""
 
 
 class KeepRounds:
@@ -27,7 +28,8 @@ class KeepRounds:
         self._ledger, self._budget, self._log = ledger, budget, log
 
     def after_round(self, closed: int) -> None:
-        """closed: the last closed round. Rounds that a limit of the day needs stay. Raises StateError."""
+        """closed: the last closed round. Does not fold rounds that count against a limit of the day. Raises
+        StateError."""
         if self._files:
             self._drop_audit_files()
         if self._keep is None:
@@ -39,7 +41,7 @@ class KeepRounds:
                       f"fleet.toml keeps the last {self._keep}")
 
     def _drop_audit_files(self) -> None:
-        """Training goes on where a file cannot be deleted; the log says so once."""
+        """If a file cannot be deleted, logs it once, and training goes on."""
         try:
             audit_log.drop_old(self._folder, self._files, self._log)
             self._failed = ""

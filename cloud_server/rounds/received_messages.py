@@ -18,8 +18,8 @@ MAX_OFFER_BYTES = 1 << 26
 
 
 class DeviceMessages:
-    """Hands each message to the part that handles it. Requests of commands are read at once where a device may connect
-    right after the command that admits it."""
+    """Hands each message to the part that handles it. It reads the requests of commands first where a device may
+    connect right after the command that admits it."""
 
     def __init__(self, parts: Parts, requests: OperatorRequests, log: Callable[[str], None]):
         self._parts, self._members, self._rule = parts, parts.members, parts.rule
@@ -27,7 +27,7 @@ class DeviceMessages:
         self._ledger, self._fleet = parts.ledger, parts.fleet.config.fleet.name
 
     def on_message(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """Raises FleetError for a message that is refused. retain: whether it is at the broker now."""
+        """Raises FleetError for a message that is refused. retain: whether the broker retains it."""
         if retain and payload and self._parts.left.retained(topic):
             return
         address = topics.parse(self._fleet, topic)
@@ -128,7 +128,7 @@ class DeviceMessages:
             opened.fail(device, report.failed)
 
     def _publish_way(self, holder: Holder) -> None:
-        """For a device without the base of the round's delta: publishes what leads it to the round's model."""
+        """Publishes the chain or the whole model for a device that lacks the base of the round's delta."""
         opened = self._parts.rounds.open
         if opened is not None and self._parts.models.add_way(opened, holder):
             self._parts.manifests.open_round(opened, self._rule.checkpoint)

@@ -1,8 +1,8 @@
 """The aggregator's side of secure aggregation in the open round (``fleet_core.privacy.secure_sum``): asks devices for
 each step, waits for their answers, and computes the sum.
 
-A session is in memory only. A restarted aggregator begins another one, unless it had asked devices to reveal shares:
-then the round is not counted, because the difference between the sums of two sessions could reveal single updates.
+A session is in memory only. A restarted aggregator begins another one. If it had asked devices to reveal shares, the
+round is not counted instead, because the difference between the sums of two sessions could reveal single updates.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SecureRounds:
     # One round --------------------------------------------------------------------------------------------------------
 
     def session(self, number: int, devices: int) -> Collector | None:
-        """A new session for a round that asks so many devices; None if the fleet does not mask updates. Raises
+        """A new session for a round that asks ``devices`` devices; None if the fleet does not mask updates. Raises
         StateError if the certificate of the fleet's authority is missing."""
         section = self._section
         if not section.secure_aggregation:
@@ -86,14 +86,14 @@ class SecureRounds:
         return self._ledger.fact(FACT) == str(number)
 
     def group(self, opened: OpenRound) -> None:
-        """Begins the second step, when enough keys have arrived. Raises MessageError."""
+        """Begins the second step; call it when enough keys have arrived. Raises MessageError."""
         assert opened.secure is not None
         opened.secure.start_sharing()
         self._begin(opened)
 
     def go_on(self, opened: OpenRound) -> bool:
-        """Begins the next step if every answer to this one has arrived or is no longer expected. True when the sum can
-        be computed. Raises MessageError with the reason if it never can."""
+        """Begins the next step once no further answer to the present one is expected. True when the sum can be
+        computed. Raises MessageError with the reason if it cannot be computed any more."""
         collector = opened.secure
         assert collector is not None
         phase = collector.phase

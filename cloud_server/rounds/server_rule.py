@@ -39,8 +39,8 @@ class RuleState:
         self.checkpoint = self._resumed(fleet, ledger)
 
     def _resumed(self, fleet: Fleet, ledger: Ledger) -> Checkpoint:
-        """The checkpoint to go on from. Raises ConfigError if the closed rounds used another method, whose state this
-        one cannot read."""
+        """The checkpoint to continue from. Raises ConfigError if the closed rounds used another method, because this
+        one cannot read that method's state."""
         first, name = self._first, fleet.method.name
         closed = ledger.rounds("closed")
         number = closed[-1].round if closed else 0
@@ -62,9 +62,9 @@ class RuleState:
         return self.checkpoint.round, int(self.checkpoint.facts["epoch_start"])
 
     def opening(self, interrupted: Round | None) -> ServerState:
-        """The state that a round starts from: that of the checkpoint, corrected for later joins and leaves.
+        """The state that a round starts from: the checkpoint's state, corrected for later joins and leaves.
 
-        A round that is opened again after a restart starts from the same state as before, so that an interrupted run
+        A round that is reopened after a restart starts from the same state as before, so that an interrupted run
         computes what an uninterrupted one does. Later joins count when that round closes, later leaves in the next one.
         interrupted: the row of such a round.
         """
@@ -125,7 +125,7 @@ class RuleState:
         return checkpoint, screened
 
     def closing_without(self, opened: OpenRound) -> Checkpoint:
-        """The checkpoint after a round of which no update is counted: the model stays the one that devices hold."""
+        """The checkpoint after a round that counts no update: the model stays as devices hold it."""
         joined = self._reconciled(len(self._members.members()), leaving=False)
         state = self._method.server.as_received(joined, trees.widened(opened.published))
         before, members = self.checkpoint, str(len(self._members.members()))

@@ -150,7 +150,8 @@ class UpdateReceiver:
         return False
 
     def on_unreadable_offer(self, device: str, number: int, reason: str) -> None:
-        """The round does not wait for this device, and its note says why."""
+        """Refuses an offer that cannot be read: the round does not wait for this device any more, and its note says
+        why."""
         opened, reason = self._rounds.open, f"its announcement cannot be read: {reason}"[:REASON]
         if opened is not None and number == opened.number and device not in opened.received:
             opened.fail(device, reason)
@@ -239,7 +240,7 @@ class UpdateReceiver:
         claims = {"samples": (manifest.samples, MOST_SAMPLES), "loss": (loss, LARGEST_LOSS)}
         wrong += [f"{name} {value:g}, expected at most {most:g}" for name, (value, most) in claims.items()
                   if not abs(value) <= most]
-        if type(self._method.server).left is not ServerRule.left:  # then a lost state resets the duals of all devices
+        if type(self._method.server).left is not ServerRule.left:  # a lost state resets all duals
             wrong += filter(None, [self._states.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)
 

@@ -1,4 +1,4 @@
-"""An aggregator that outlives a disk on which it cannot write.
+"""An aggregator that survives a disk that it cannot write to.
 
 A failed write closes the coordinator and drops what it held in memory, so that nothing half-written is used. When the
 disk can be written again, the next coordinator starts from the files, including the open round: a full disk costs time,
@@ -22,7 +22,7 @@ RETRY_S = 5.0
 
 
 class Aggregator:
-    """Runs one coordinator after the other. The constructor begins the first one, and raises its errors.
+    """Runs one coordinator after the other. The constructor starts the first one, and raises its errors.
 
     new_coordinator(): makes the next one, its link not yet open. state: the folder of the checkpoints. ``coordinator``:
     the present one; while none runs, the last one. ``held_up``: why none runs now, or empty.

@@ -148,10 +148,10 @@ def serve(
 ) -> None:
     """Runs the aggregator until ``stopped``, or with ``until_done`` until all rounds are closed.
 
-    connect_s: how long to wait for the broker at the start. access_changed(): called when the broker has to read its
-    access list again. broker_anew(): called when it has to trust other authorities, for which a reload does not do.
-    on_step(log): called after every step. Raises LinkError if no broker answers, and StateError if
-    the disk cannot be written at the start or a file is damaged.
+    connect_s: how long to wait for the broker at the start. access_changed(): called when the broker must read its
+    access list again. broker_anew(): called when it must trust other authorities, for which a reload is not enough.
+    on_step(log): called after every step. Raises LinkError if no broker answers, and StateError if the disk cannot be
+    written at the start or a file is damaged.
     """
     with fleet.lock(), Ledger(fleet.ledger_path) as ledger:
         ledger.check()
@@ -203,7 +203,7 @@ def _coordinator(
 
 
 def _await_broker(aggregator: Aggregator, url: str, stopped: Callable[[], bool], connect_s: float) -> None:
-    """Raises LinkError, with the broker's last message if there was one."""
+    """Waits for the broker. Raises LinkError with its last message, if there was one."""
     coordinator = aggregator.coordinator
     try:
         await_broker(

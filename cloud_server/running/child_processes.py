@@ -72,7 +72,7 @@ class ChildProcesses:
 
 @contextlib.contextmanager
 def console_beside(fleet: Path, say: Callable[[str], None], *options: str) -> Iterator[None]:
-    """Runs ``metafleet console`` on the fleet's folder as long as this context. Its address is said; its messages go to
+    """Runs ``metafleet console`` on the fleet's folder as long as this context. Says its address; its messages go to
     ``console.log`` in the folder."""
     command = processes.command("cloud_server.commands.cli", "console", str(fleet), *options)
     with _beside("console", command, fleet / "console.log", say):

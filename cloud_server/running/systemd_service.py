@@ -62,7 +62,8 @@ def service_of(
 ) -> Service:
     """The service that runs ``metafleet server start`` with these options. A system service runs as the owner of the
     fleet's folder. home: of the calling user. passphrase: the file with the passphrase of the fleet's keys; systemd
-    reads it as root and shows it to the service alone. It decrypts one that ends in .cred, as systemd-creds makes it.
+    reads it as root and shows it to the service alone. systemd decrypts a file that ends in .cred, as systemd-creds
+    makes it.
 
     Raises ConfigError if that owner is root, or a path cannot be written in a unit file."""
     folder = fleet.folder.resolve()

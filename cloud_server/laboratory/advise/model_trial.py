@@ -2,8 +2,8 @@
 samples, and chooses the best.
 
 With at least four devices, a quarter of them never train. The model is chosen by macro-F1 on the test samples of the
-devices that train; the reported scores are those on the other devices, also with few labelled samples each. With fewer
-devices, the test samples serve for both. A plain baseline and the most frequent class are reported too.
+devices that train; the reported scores are those on the other devices, with all and with few labelled samples each.
+With fewer devices, the test samples serve for both. A plain baseline and the most frequent class are reported too.
 
 The time is limited: few devices, few samples of each, and a deadline that is checked after every round.
 """

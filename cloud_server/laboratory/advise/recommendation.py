@@ -1,8 +1,8 @@
 """Recommends a method, model and codec from the runs of ``advise``, and explains the recommendation.
 
 Among the candidates that do not differ from the best, the one that sends the fewest bytes is chosen; among equals, the
-one with the best worst device. Among the codecs tried with it, the one with the fewest bytes is chosen whose loss of
-macro-F1 is within the limit of ``candidates.most_lost``.
+one with the best worst device. Of the codecs that were tried with it and lose no more macro-F1 than
+``candidates.most_lost``, the one with the fewest bytes is chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from cloud_server.laboratory.compare.tables import aligned, share, stat_text
 from fleet_core.base import schema
 
 CODEC, EXACT = "int8", "fp32"
-"""The recommended codec if none was tried (a fleet's default), and if every codec that was tried loses too much."""
+"""The recommended codec if none was tried (a fleet's default), and the one if every codec that was tried loses too
+much."""
 RISING, FEW_ROUNDS = 0.01, 20
 OTHERS_TOLD = 3
 LEGEND = """macro-F1: over all devices, old and new; accuracy, worst device: of those that trained

@@ -44,8 +44,8 @@ from fleet_core.board import catalogue
 from fleet_core.power.energy_model import BoardModel
 
 METHODS_TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
-"""The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors): of each kind the
-one that sends the fewest bytes."""
+"""The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors): for each kind of
+method, the one that sends the fewest bytes."""
 CODECS_TRIED = ("int8", "int4", "ternary", "topk-10")
 """From the most bytes to the fewest; codecs with still fewer lost accuracy on the heart beats (benchmarks/cost)."""
 TIMED = ("local", "per-fedavg-fo")  # the methods with the least and the most arithmetic
@@ -188,7 +188,7 @@ class _Work:
 
     def _with_codecs(self, one: Candidate, rounds: int) -> list[Candidate]:
         """Runs the best method with each codec, as far as the budget allows. Runs none if the method is near chance,
-        because then no codec would make it worse."""
+        because no codec could make it worse."""
         left = list(self._options.codecs) if one.payload else []
         if left and one.pooled and self.simple.near_chance(one.name, one.pooled, one.loss, rounds):
             self.remarks.append(f"no codec was tried, because {one.name} is near chance")

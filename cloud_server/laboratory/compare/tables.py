@@ -60,7 +60,8 @@ def gain_text(gain: Bound | None) -> str:
 
 
 def kinds(comparison: Comparison) -> list[str]:
-    """Evaluations besides those of the devices that train: new devices by support share, then novel classes."""
+    """The kinds of evaluation other than that of the devices that train: new devices by support share, then novel
+    classes."""
     found = {kind: None for entry in comparison.entries for kind in entry.final if kind != DEVICES}
     return sorted(found, key=lambda kind: (kind == NOVEL, kind))
 

@@ -77,8 +77,8 @@ class DataSection:
 
 @dataclass(frozen=True)
 class PartitionSection:
-    """kind: a name of ``fleet_core.data.partitions``. options: options of that partition. seed: seed of the partition;
-    all runs have the same, so that methods and seeds are compared on the same devices."""
+    """kind: a name of ``fleet_core.data.partitions``. options: of that partition. seed: of the partition; all runs have
+    the same, so that methods and seeds are compared on the same devices."""
 
     kind: str = field(default="natural", metadata={"choices": tuple(PARTITIONS)})
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -290,7 +290,7 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
 
 
 def _is_file(name: str) -> bool:
-    """Whether this name of a data set is really a file or folder."""
+    """Whether what is given as the name of a data set is a file or folder."""
     if name in (SYNTHETIC, *entries()):
         return False
     return Path(name).suffix.lower() in FILES or "/" in name or Path(name).exists()

@@ -1,4 +1,4 @@
-"""Counts the bytes that the devices of a run fetch, from what they hold when a round opens, as in a fleet."""
+"""Counts the bytes that the devices of a run fetch, given what they hold when a round opens, as in a fleet."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class ModelDownloads:
         return fetched_bytes(made, closed.answers, self._names, {*self._holding(closed), *passing}, asked, with_rest)
 
     def _of_a_part(self, sent: Sent, before: Checkpoint) -> int:
-        """Bytes if some arrays are frozen: a device fetches a delta, or, if it holds the frozen arrays, the values of
-        the others, or the whole model."""
+        """Bytes if some arrays are frozen: a device that lacks the delta's base fetches the values of the other arrays
+        if it holds the frozen ones, else the whole model."""
         asked = self.asked(before.round + 1)
         held = set(asked) if _answers_with_published(before) else self._holding(before)
         lacking = set(asked) - held
@@ -113,7 +113,8 @@ class ModelDownloads:
 
     def _has_rest(self, name: str, sent: Sent, before: Checkpoint) -> bool:
         """Whether a device holds the frozen arrays when a round opens: in the training model of an earlier round, or in
-        its served model. It has fetched a served model that was published before the last round closed."""
+        its served model. A served model counts if it was published before the last round closed, because the device has
+        fetched it by then."""
         since, answers = self._arrays.since(), before.answers
         if self._last_before(before.round + 1).get(name, 0) >= since:
             return True
@@ -132,7 +133,7 @@ class ModelDownloads:
         return trees.only(groups, self._method.shared)
 
     def _holding(self, closed: Checkpoint) -> set[str]:
-        """The devices asked in the last round, or in an earlier round with the same model."""
+        """The devices asked in the last round, or in an earlier round with the same training model."""
         return {name for number in range(model_since(closed), closed.round + 1) for name in self.asked(number)}
 
     def _ways(self, number: int, chain: DeltaChain) -> dict[str, tuple[DeltaChain, set[str]]]:

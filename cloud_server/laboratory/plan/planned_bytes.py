@@ -1,7 +1,7 @@
 """The payload bytes of a run, by kind and transfer, before it starts.
 
-Sizes are those of encoded arrays of the layout, since a codec's output depends on the values: of normally distributed
-ones, or as many times as small as updates and models were in a rehearsal.
+A codec's output depends on the values, so sizes come from encoding arrays of the layout: with normally distributed
+values, or scaled to the sizes of updates and models in a rehearsal.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ ACKNOWLEDGED_BYTES = 4  # PUBACK
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A run to plan. layout: of the model. devices: that train. newcomers: that are only served. cohort: 0 for all.
-    serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet. first: the first
-    weights, None for any. seed: of the fleet. Codecs may be ``none``, as in experiments. labels: of the devices'
-    training samples; empty where they are unknown. moving: the arrays that rounds train. schedule: whether
-    more of them may rest. ``auto`` is planned as the dearest codec that it may choose, a schedule as if none rested."""
+    """A run to plan. layout: of the model. devices: number that train. newcomers: number that are only served. cohort:
+    0 for all. serve_every: 0 if no model is served. graph_bytes: of the graph bundle, None if it is not made yet.
+    first: the first weights, None for any. seed: of the fleet. Codecs may be ``none``, as in experiments. labels: of
+    the devices' training samples; empty if they are unknown. moving: the arrays that rounds train. schedule: whether
+    rounds may freeze more of them. ``auto`` is planned as the largest codec that it may choose, a schedule as if it
+    froze none."""
 
     label: str
     method: Method
@@ -65,7 +66,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Mean bytes of an update and of a model after the first, in some rounds on some devices. about: which."""
+    """Mean bytes of an update, and of a model after the first, in a rehearsal. about: its rounds, devices and
+    samples."""
 
     up: int
     down: int
@@ -77,7 +79,7 @@ Transfers = list[tuple[float, int]]
 
 
 class Sizes:
-    """Of the payloads of a run. rehearsed: without it they are those of noise."""
+    """The sizes of a run's payloads. rehearsed: None for sizes of noise."""
 
     def __init__(self, asked: Asked, rehearsed: Rehearsed | None = None):
         self._asked, self._method, self._rehearsed = asked, asked.method, rehearsed
@@ -126,9 +128,9 @@ class Sizes:
         return [*((count, size) for size, count in sent.items()), *own]
 
     def _part_models(self) -> Transfers:
-        """Where some arrays are frozen: round 1 sends the model whole, later rounds a delta, and the values of what
-        moves to a device that was not asked in the round before: on average a share 1 - cohort/devices of those that
-        are asked. One that never had a model gets it whole."""
+        """The training models if some arrays are frozen. Round 1 sends the model whole. Later rounds send a delta, or
+        the values of the moving arrays to a device that was not asked in the round before: on average a share 1 -
+        cohort/devices of those that are asked. A device that never had a model gets it whole."""
         asked, groups, cohort = self._asked, self._method.down, self.cohort
         later, absent = asked.rounds - 1, 1 - cohort / asked.devices
         lacking = 0.0 if asked.codec_down == PLAIN else later * cohort * absent
@@ -144,9 +146,8 @@ class Sizes:
 
     @cached_property
     def _chains(self) -> list[tuple[int, DeltaChain, list[tuple[float, str]]]]:
-        """(number of rounds like this one, its chain as announced, shares of the devices that it asks with the model
-        that each share holds). A share p = cohort/devices was asked in the round before, (1 - p) p in the one before
-        that, and so on."""
+        """(number of equal rounds, their chain as announced, [(share of the asked devices, the model that they hold)]).
+        A share p = cohort/devices was asked in the round before, (1 - p) p in the one before that, and so on."""
         asked, p, chunk = self._asked, self.cohort / self._asked.devices, LinkSection().chunk_bytes
         size, whole = self._change(self._method.down), self._size("fp32", self._method.down)
         newest, links, models = self._delta(1, None, self._first()), tuple[Delta, ...](), list[str]()
@@ -155,7 +156,7 @@ class Sizes:
         for number in range(1, asked.rounds + 1):
             closed = Checkpoint(number - 1, ServerState({}, {}), deltas=links)
             chain = chain_of(closed, newest, whole, asked.chunk_bytes or chunk)
-            settled = sizes == (sizes := [len(one.data) for one in chain.earlier])  # so are later ones
+            settled = sizes == (sizes := [len(one.data) for one in chain.earlier])  # later chains have the same sizes
             holders = [((1 - p) ** missed * p, model) for missed, model in enumerate(reversed(models))]
             holders.append(((1 - p) ** len(models), ""))
             found.append((asked.rounds - number + 1 if settled else 1, self._named(chain, holders), holders))
@@ -166,8 +167,8 @@ class Sizes:
         return found
 
     def _named(self, chain: DeltaChain, holders: list[tuple[float, str]]) -> DeltaChain:
-        """The chain as it is announced: without links where they save less than their name in all manifests costs, if
-        some device needs the whole model beside them."""
+        """The chain as it is announced: without links if some device also needs the whole model, and the links save
+        less than naming them in all manifests costs."""
         lacking = [(share, Holder(held, chains=True)) for share, held in holders if held != chain.newest.base]
         saved = self.cohort * sum(share * (chain.whole - sum(chain.fetched({one.base}))) for share, one in lacking)
         both = 1 - (1 - sum(share for share, one in lacking if not chain.suits(one))) ** self.cohort
@@ -175,20 +176,20 @@ class Sizes:
         return chain if named else replace(chain, earlier=())
 
     def _passing(self, number: int) -> float:
-        """Devices that come by the training model of a round on the chain to the next one."""
+        """Number of devices that get the training model of round ``number`` as a part of the chain to the next one."""
         if number >= self._asked.rounds:
             return 0.0
         _, chain, holders = self._chains[min(number, len(self._chains) - 1)]
         return self.cohort * sum(share for share, held in holders if chain.follows({held}))
 
     def _delta(self, number: int, base: str | None, size: int) -> Delta:
-        """Of ``size`` bytes that no other one has."""
+        """A delta of ``size`` bytes that differ from those of any other."""
         data = self._rng.bytes(min(size, UNLIKE)).ljust(size, b"\0")
         return Delta(number, self._rng.bytes(16).hex(), self._asked.codec_down, base, data)
 
     def _served(self, times: int) -> Transfers:
-        """Every served model as ``broadcast.served_model`` publishes it: of the ways that there are, the one with the
-        fewest bytes. Each is taken to be new, and the codec to be fine enough."""
+        """Every served model in the form with the fewest bytes, as ``broadcast.served_model`` publishes it. Assumes
+        that each differs from the one before, and that the codec is fine enough."""
         asked, method, cohort = self._asked, self._method, self.cohort
         everyone = asked.devices + asked.newcomers
         delta, part = self._change(method.shared, self._part), self._size("fp32", method.shared, self._part)
@@ -199,7 +200,7 @@ class Sizes:
             share = asked_next(asked.cohort, asked.devices, number == times - 1)
             whole = part if number else first
             ways: list[Transfers] = [[(everyone, whole)]]
-            if same:  # the next training model; a delta for the others only where it has no other groups
+            if same:  # the next training model; others get a delta only if all its groups are served
                 free = share * asked.devices
                 fetch = (1 - share) * cohort if method.down == method.shared else 0.0
                 ways.append([(fetch, delta), (everyone - free - fetch, whole)])
@@ -220,13 +221,13 @@ class Sizes:
         return self._size(self._asked.codec_up, self._method.shared, self._part)
 
     def _change(self, groups: tuple[str, ...], layout: Layout | None = None) -> int:
-        """Of a model as a delta."""
+        """Bytes of a model as a delta."""
         size = self._size(self._asked.codec_down, groups, layout)
         return size if self._rehearsed is None else round(size * self._rehearsed.down / self._noise)
 
     @cached_property
     def _noise(self) -> int:
-        """Of a model of noise as a delta."""
+        """Bytes of a model of noise as a delta."""
         return self._size(self._asked.codec_down, self._method.down)
 
     def _first(self) -> int:
@@ -237,7 +238,7 @@ class Sizes:
         return len(payloads.encode_whole(groups, self._asked.seed, self._wire.others(self._method.down))[1])
 
     def _size(self, codec: str, groups: tuple[str, ...], layout: Layout | None = None) -> int:
-        """Bytes of these groups, encoded. layout: default whole."""
+        """Bytes of these groups, encoded. layout: by default that of the whole model."""
         if codec == PLAIN:
             return 4 * (layout or self._wire).parameters(groups)
         return len(payloads.encode(codec, self._params(groups, layout)))
@@ -249,7 +250,7 @@ class Sizes:
         }
 
     def chunk_overhead(self) -> Bytes:
-        """MQTT bytes of all chunks beyond their payload, an acknowledgement counted in the other direction."""
+        """MQTT bytes of all chunks besides their payload; an acknowledgement counts in the other direction."""
         topic_up = topics.upload(self._asked.fleet, EXAMPLE_NAME, self._asked.rounds, 0)
         topic_down = topics.chunk(self._asked.fleet, EXAMPLE_ID, 0)
         up, down = (sum(n * math.ceil(size / self._asked.chunk_bytes) for ways in self.transfers().values()

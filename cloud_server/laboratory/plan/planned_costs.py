@@ -1,7 +1,7 @@
 """The predicted cost of a run: payload bytes, overhead of the chunks, operations, joules, computing time.
 
-Every device that is asked is taken to deliver, and the devices of a fleet to have samples for whole batches, so that
-their operations are an upper limit. What is not planned: manifests, reports, presence and repeats.
+The plan assumes that every asked device delivers, and that a fleet's devices have samples for whole batches, so that
+their operations are an upper limit. It leaves out manifests, reports, presence and repeats.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fleet_core.model import choose_codec
 from fleet_core.power.energy_model import BoardModel
 from fleet_core.power.radio import radio_of
 
-PER_CLASS = 64  # samples of each class that a device is taken to have
+PER_CLASS = 64  # assumed samples of each class on a device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: that the devices
-    compute, side by side, on the board. joules: of all devices. auto: what is assumed for that codec and for a
-    schedule, None without them; payload_bytes is an upper limit then. sizes: what those of updates and models are of.
-    absent: figure -> why it is not planned."""
+    """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: computing time on
+    the board, with all devices in parallel. joules: of all devices. auto: what is assumed for the codec ``auto`` and
+    for a schedule, which make payload_bytes an upper limit; None without them. sizes: what the sizes of updates and
+    models are based on. absent: figure -> why it is not planned."""
 
     label: str
     rounds: int
@@ -51,7 +51,7 @@ Rehearse = Callable[[Asked, float], Rehearsed]
 
 
 def planned(asked: Asked, board: Profile | None, rehearse: Rehearse | None = None) -> Planned:
-    """The costs of a run. board: for seconds and joules. rehearse: without it sizes are those of noise."""
+    """The costs of a run. board: gives seconds and joules. rehearse: None for sizes of noise."""
     each, why = _flops(asked)
     dear = _in_place_of_auto(asked, 0)
     sizes, about = _sizes(dear, each, rehearse)
@@ -77,7 +77,7 @@ def planned(asked: Asked, board: Profile | None, rehearse: Rehearse | None = Non
 
 
 def _sizes(asked: Asked, flops: float | None, rehearse: Rehearse | None) -> tuple[Sizes, str]:
-    """The sizes, and what they are of. flops: of one device and round."""
+    """The sizes, and what they are based on. flops: of one device and round."""
     noise = "of random values, which compress less than real updates: "
     if rehearse is None:
         return Sizes(asked), noise + "without a rehearsal"
@@ -92,14 +92,14 @@ def _sizes(asked: Asked, flops: float | None, rehearse: Rehearse | None) -> tupl
 
 def _in_place_of_auto(asked: Asked, place: int) -> Asked:
     """The run with a fixed codec for each ``auto``. place: index of the codec among those that ``auto`` may choose, the
-    dearest first."""
+    largest first."""
     keeps = asked.method.client.keeps
     return replace(asked, codec_up=choose_codec.possible("up", asked.codec_up, keeps)[place],
                    codec_down=choose_codec.possible("down", asked.codec_down, keeps)[place])
 
 
 def _auto(asked: Asked, flops: float | None, rehearse: Rehearse | None) -> str | None:
-    """What is assumed for ``auto``, and the lower limit."""
+    """A text: what is assumed for ``auto``, and the lower limit of the payload."""
     resting = "freeze = auto is planned as if no array came to rest, an upper limit" if asked.schedule else None
     if choose_codec.AUTO not in (asked.codec_up, asked.codec_down):
         return resting

@@ -180,7 +180,7 @@ class Worker:
             return error
 
     def _together(self, task: TrainingTask, states: Sequence[ClientState]) -> list[TrainResult] | None:
-        """Trains all clients of the task at once; None if one fails, and then each is trained alone."""
+        """Trains all clients of the task at once; None if one fails; the caller then trains each alone."""
         several = [self._participant(task, *found) for found in zip(task.clients, states, strict=True)]
         with contextlib.suppress(*FAILURES):
             return local_training.train_side_by_side(

@@ -65,7 +65,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Laboratory:
-    """What a run needs. stopped(): whether to stop now. told: called with each round's figures."""
+    """The environment of a run. stopped(): whether to stop now. told: called with each round's figures."""
 
     experiment: Experiment
     workload: Workload

@@ -1,4 +1,4 @@
-"""Executors do the devices' work of a run: in this process, in several processes, or on a Ray cluster.
+"""Executors do the work of a run's devices: in this process, in several processes, or on a Ray cluster.
 
 All give the same results in the same order: a task is a fixed group of devices, and a device's result depends only on
 the run, the round and the device.

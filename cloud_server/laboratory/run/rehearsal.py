@@ -1,7 +1,7 @@
-"""A few rounds of a run before it starts, on a few devices, to know how many bytes its updates and models take.
+"""Runs a few rounds on a few devices before a run starts, to measure how many bytes its updates and models take.
 
-What a codec makes of an update depends on its values: real ones have zeros, few large values and float32's rounding,
-so that they compress better than noise. Needs torch.
+The size of an encoded update depends on its values: real updates have zeros, few large values and float32's rounding,
+so they compress better than noise. Needs torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from fleet_core.model.layout import InputSpec, Layout
 DEVICES, ROUNDS = 4, 6
 PER_CLASS = 40
 NOISE = 0.5
-"""Deviation of what is added to a class's pattern. It was chosen on the simulated runs of benchmarks/cost (HAR)."""
+"""Deviation of the noise that is added to a class's pattern, chosen on the simulated runs of benchmarks/cost (HAR)."""
 MOST_FLOPS = 2e11
-"""Of all rounds together: some ten seconds of one core."""
+"""Largest number of operations of all rounds together: about ten seconds of one core."""
 Array = np.ndarray[Any, Any]
 
 
@@ -83,8 +83,8 @@ def _rounds(asked: Asked, work: Workload, devices: int) -> list[dict[str, Any]]:
 
 
 def generated(layout: Layout, devices: int) -> Workload:
-    """Samples of ``layout``'s input: for each class a smooth pattern, for each device one of its own beside it, and
-    noise. Raises ConfigError for an input of whole numbers."""
+    """Samples of ``layout``'s input: a smooth pattern for each class, plus one for each device, plus noise. Raises
+    ConfigError for an input of whole numbers."""
     rng, spec, classes = np.random.default_rng(0), layout.input, len(layout.classes)
     if spec.dtype == "int64":
         raise ConfigError("no samples can be generated for an input of whole numbers")
@@ -106,7 +106,7 @@ def _smooth(rng: np.random.Generator, count: int, spec: InputSpec) -> Array:
 
 
 def _raw(x: Array, spec: InputSpec) -> Array:
-    """Standardized values as the input takes them, before its scale, mean and deviation."""
+    """Turns standardized values into raw samples, to which the input applies its scale, mean and deviation."""
     channels = (-1, *[1] * (len(spec.shape) - 1))
     std = np.reshape(spec.std, channels) if spec.std else 1.0
     centre = np.reshape(spec.mean, channels) if spec.mean else 0.0
