@@ -29,6 +29,7 @@ from edge_agent.device import fleet_keys
 from edge_agent.http import http_messages, inference_protocol
 from edge_agent.http.http_messages import Head, Refused, Request
 from edge_agent.http.tensors import Form
+from edge_agent.sources.text_lines import TextLines
 from firmware_profiles.package import device_file
 from firmware_profiles.ssh import inventory
 from fleet_core.backbone import backbone_file
@@ -54,6 +55,7 @@ from fleet_core.protocol import (
     succession,
     topics,
 )
+from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.signing import Signer
 from tests.support.simulation import toy_layout
 
@@ -126,6 +128,24 @@ def _message(cls: type[Any]) -> Target:
         return [full, b"{}", messages.encode(example(cls), packed=True)]
 
     return Target(functools.partial(messages.decode, cls), seeds)
+
+
+def _whole_update(data: bytes) -> object:
+    """``data`` is such a message without its id, which a fuzzer would not find."""
+    end = round_messages.LENGTH_BYTES + int.from_bytes(data[: round_messages.LENGTH_BYTES], "big")
+    blob = Blob.of(data[end:], max(len(data[end:]), round_messages.SMALLEST_CHUNK))
+    return round_messages.whole_update(bytes.fromhex(blob.id) + data)
+
+
+def _whole_updates() -> list[bytes]:
+    content = b"an update"
+    upload = dataclasses.replace(
+        example(round_messages.UploadManifest), blob=Blob.of(content, round_messages.SMALLEST_CHUNK)
+    )
+    return [
+        round_messages.with_its_bytes(upload, content, packed=packed)[round_messages.ID_BYTES :]
+        for packed in (messages.PLAIN, messages.SHORT)
+    ]
 
 
 def _topic(data: bytes) -> object:
@@ -307,6 +327,7 @@ HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\
 TARGETS: dict[str, Target] = {
     **{re.sub("([a-z])([A-Z])", r"\1-\2", cls.__name__).lower(): _message(cls) for cls in MESSAGES},
     **{f"codec-{name}": _payload(name) for name in registry.CODECS},
+    "whole-update": Target(_whole_update, _whole_updates),
     "topic": Target(_topic, lambda: [b"fl1/fleet/d/dev/up/3/m", b"fl1/fleet/en/0"]),
     "ranges": Target(_ranges, lambda: [b"1-3,7", b""]),
     "program-statement": Target(program_statement.parse, lambda: [STATEMENT.text()]),
@@ -322,6 +343,11 @@ TARGETS: dict[str, Target] = {
     "csv": _samples("s.csv", Cut(), b"label,a,b\nx,1,2\ny,3,4\n", b"label,a_0,a_1,b_0,b_1\nx,1,2,3,4\n"),
     "csv-windows": _samples("w.csv", Cut(window=2, stride=1), b"label,time,a\nx,1,2\nx,2,4\ny,3,1\ny,4,1\n"),
     "ndjson": _samples("s.ndjson", Cut(), b'{"label": "x", "x": [1, 2]}\n{"label": "y", "x": [3, 4]}\n'),
+    "reading-lines": Target(
+        lambda data: TextLines().message(data),
+        lambda: [b"time,ax,label\n0.1,9.8,on\n0.2,9.7,\n", b'{"ax": 1, "label": "on"}\n[1, 2]\n',
+                 b'{"x": [[1, 2], [3, 4]]}'],
+    ),
     "npz": _samples("s.npz", Cut(), _npz(x=np.ones((2, 3), np.float32), y=np.array(["a", "b"]))),
     "fleet-file": _toml("fleet.toml", lambda path: config.load(FleetConfig, path), FLEET),
     "card-file": _toml("card.toml", lambda path: device_file.load(path, {}), CARD),
