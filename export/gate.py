@@ -145,7 +145,7 @@ def steps_in_torch(graph: Graph, network: Network, weights: Params, x: Array, y:
 
 
 def _gradient(network: Network, w: Params, x: torch.Tensor, y: torch.Tensor) -> Params:
-    """Of the mean cross-entropy, summed over ``CHUNK`` samples at a time, as in
+    """The gradient of the mean cross-entropy, summed over ``CHUNK`` samples at a time, as in
     ``fleet_core.learning.personal_model``."""
     total = trees.zeros_like(w)
     for start in range(0, len(y), CHUNK):

@@ -44,10 +44,11 @@ SIZES = ((1, 1), (3, 2), (8, 5))
 """(samples, classes) that the graph is checked with, beside those it was traced with."""
 
 PASS_BYTES, FEWEST_IN_PASS = 8 << 20, 8
-"""What the operations of a pass may output; and its fewest samples: smaller passes save little and take longer."""
+"""Bytes that the operations of a pass may output, and its fewest samples: smaller passes save little and take
+longer."""
 
 APART = 1e-9
-"""Of the largest value in double precision: rounding."""
+"""Tolerated rounding error, relative to the largest value in double precision."""
 
 MAX_UNROLLED = 20
 """Steps of a recurrent layer in a graph, where each has nodes of its own."""

@@ -246,7 +246,7 @@ def http() -> str:
 
 
 def python() -> str:
-    """What ``import metafleet`` has."""
+    """The functions and classes of ``import metafleet``."""
     parts = ["# Python: metafleet", inspect.cleandoc(metafleet.__doc__ or "").partition("\n\n    import")[0],
              "[How to use it](../docs/python.md). `make api` makes pages of all packages."]
     for name in metafleet.__all__:

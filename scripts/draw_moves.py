@@ -1,4 +1,4 @@
-"""Draws docs/moves.svg, what moves where in a round by family of methods: `.venv/bin/python scripts/draw_moves.py`.
+"""Draws docs/moves.svg, what is sent in a round by each family of methods: `.venv/bin/python scripts/draw_moves.py`.
 
 What is drawn comes from the registry of methods; tests/project/test_site.py compares the picture with what this draws.
 """

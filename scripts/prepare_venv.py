@@ -26,7 +26,7 @@ MOSQUITTO_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt
 
 
 class SetupError(Exception):
-    """What keeps the environment from being prepared, and a hint."""
+    """Why the environment cannot be prepared, and a hint."""
 
 
 def main() -> int:

@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def recorded() -> tuple[str, list[Event]]:
-    """(what is said of the recording, its events)."""
+    """(a sentence about the recording, its events)."""
     head, *rows = [json.loads(line) for line in CAST.read_text(encoding="utf-8").splitlines()]
     events = [(float(at), str(text)) for at, _, text in rows]
     return f"{head['command']} ({events[-1][0]:.0f} s; pauses cut, {SPEED:g} times as fast)", events

@@ -35,7 +35,7 @@ EXAMPLES = {
     "energy calibrate": "edge-agent energy calibrate --meter-watts 3.1 6.1 --home pi-07",
     "doctor": "edge-agent doctor --home pi-07",
 }
-"""Below the options of each command."""
+"""The example printed below the options of each command."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(action=self._show_help)
 
     def command(self, name: str, description: str, action: Action | None = None) -> Parser:
-        """A command. action: None for one that only has commands of its own, and then shows its help (exit code 2)."""
+        """Adds a command. action: None for one that only groups other commands: it shows its help (exit code 2)."""
         if self._group is None:
             self._group = self.add_subparsers(title="commands", metavar="COMMAND", prog=self.prog)
         prog = f"{self.prog} {name}"
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, where=self.prog, hint=f"{self.prog} --help")
 
     def _check_names(self, arguments: Sequence[str]) -> None:
-        """Raises ConfigError for a command or option that there is not, with the nearest that there is."""
+        """Raises ConfigError for an unknown command or option; the message names the nearest known one."""
         parser, options = self, set(self._option_string_actions)
         for word in arguments:
             name = word.partition("=")[0]

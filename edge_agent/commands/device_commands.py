@@ -49,7 +49,7 @@ def status(home: Path, as_json: bool) -> None:
 
 
 def _source_facts(home: Path, settings: Settings) -> dict[str, Any]:
-    """What each source gave since the agent's start: nothing without sources."""
+    """What each source has given since the agent's start; empty without sources."""
     if not settings.source:
         return {}
     from edge_agent.sources.running import states

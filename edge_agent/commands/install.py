@@ -49,12 +49,12 @@ class Installed:
 
 
 def install(path: Path, home: Path, name: str | None = None, *, unsigned: bool = False) -> Installed:
-    """The device in the folder ``home`` answers with the bundle at ``path`` from now on. name: of a new device;
-    default: the folder's. unsigned: take one without a signature. A device of a fleet takes what that fleet's key has
+    """Makes the device in the folder ``home`` answer with the bundle at ``path``. name: of a new device; default: the
+    folder's. unsigned: accept a bundle without a signature. A device of a fleet accepts what that fleet's key has
     signed; a new device trusts the key that the bundle names.
 
     Raises BundleError if the check fails, ConfigError if the folder belongs to another fleet; nothing is written then.
-    Raises StateError if an agent runs there, or if the answers got worse: the model before goes on.
+    Raises StateError if an agent runs there, or if the answers got worse: the previous model then answers again.
     """
     bundle = device_bundle.read(path, signed=not unsigned, accept=lambda manifest: _settings(manifest, home, name))
     passed = bundle_check.check(bundle)
@@ -67,7 +67,7 @@ def install(path: Path, home: Path, name: str | None = None, *, unsigned: bool =
 
 
 def _settings(manifest: Manifest, home: Path, name: str | None) -> Settings:
-    """Those of the device in ``home``, or of a new device. Raises ConfigError."""
+    """The settings of the device in ``home``, or of a new device. Raises ConfigError."""
     if (home / "fleet.toml").exists():
         raise ConfigError("is a fleet's own folder", where=str(home), hint="take an empty one")
     if not (home / "device.toml").exists():

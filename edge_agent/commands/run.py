@@ -104,7 +104,7 @@ def _renewal(
 
 
 def _updates(home: Path, settings: Settings, link: MqttLink, log: Callable[[str], None]) -> ProgramUpdates | None:
-    """None where the agent was not flashed, so that root would install nothing."""
+    """None if the agent was not flashed: then root has no script that installs updates."""
     if not update_folder.can_install():
         return None
     device = settings.device
@@ -125,7 +125,7 @@ def _loop(agent: Agent, stopped: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def _http_server(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
-    """Serves over HTTP meanwhile if ``[serve] port`` is set. Raises LinkError, ConfigError."""
+    """Serves over HTTP while the context lasts, if ``[serve] port`` is set. Raises LinkError, ConfigError."""
     if not settings.serve.port:
         yield
         return
@@ -140,7 +140,7 @@ def _http_server(home: Path, settings: Settings, service: Service, log: Callable
 
 @contextlib.contextmanager
 def _metrics(settings: Settings, agent: Agent, log: Callable[[str], None]) -> Iterator[None]:
-    """Answers Prometheus meanwhile if ``[metrics] port`` is set. Raises LinkError."""
+    """Answers Prometheus while the context lasts, if ``[metrics] port`` is set. Raises LinkError."""
     if not settings.metrics.port:
         yield
         return
@@ -155,7 +155,7 @@ def _metrics(settings: Settings, agent: Agent, log: Callable[[str], None]) -> It
 
 @contextlib.contextmanager
 def _sources(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
-    """Stores what the device's sources give meanwhile, and watches its buttons."""
+    """While the context lasts, stores what the device's sources give and watches its buttons."""
     if not settings.source:
         yield
         return
@@ -168,7 +168,7 @@ def _sources(home: Path, settings: Settings, service: Service, log: Callable[[st
 
 
 def figures_of(agent: Agent) -> Figures:
-    """What the agent tells of itself; may be called in any thread."""
+    """The agent's figures; may be called in any thread."""
     from edge_agent.http.metrics import Figures
 
     manifest, service, answering = agent.manifest, agent.service, agent.service.answering

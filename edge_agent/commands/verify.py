@@ -1,4 +1,4 @@
-"""``edge-agent verify``: checks what was flashed by the fleet's key that this device has."""
+"""``edge-agent verify``: checks flashed files against this device's copy of the fleet's key."""
 
 from __future__ import annotations
 

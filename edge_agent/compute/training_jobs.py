@@ -43,7 +43,7 @@ class TrainingJobs:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """The round in training, or the next one, ends with its present step."""
+        """Ends the round in training, or the next one, after its present step."""
         self._cancelled = True
 
     def _progress(self, done: int, steps: int) -> None:
@@ -170,7 +170,7 @@ class Order:
 
 
 def peak_mib() -> float:
-    """The most memory that this process has held. On Linux from /proc: what getrusage says there includes the peak of
-    the process that started this one."""
+    """The most memory that this process has held. On Linux from /proc, because getrusage includes the peak of the
+    process that started this one."""
     held = process_peak_mib(Path("/"), os.getpid())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20) if held is None else held

@@ -64,8 +64,8 @@ def write_frame(stream: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str
 
 
 def write_result(stream: BinaryIO, done: Done) -> None:
-    """A result for the agent, which may be gone. Python flushes ``stream`` again at its end, so it then leads to the
-    null device: since Python 3.13 that flush would report the broken pipe."""
+    """Writes a result for the agent. If the agent is gone, ``stream`` is redirected to the null device: since Python
+    3.13 the flush at the process's end would report the broken pipe."""
     try:
         write_frame(stream, {**done.header, "error": done.error}, done.arrays)
     except BrokenPipeError:
@@ -212,8 +212,8 @@ class Jobs(Protocol):
 class Threaded:
     """A worker in a thread of this process. make: what does the jobs; its memory is freed by ``stop``.
 
-    A child process with the engine onnx would hold Python, numpy and onnxruntime once more, and its memory comes back
-    without one (``benchmarks/engines``).
+    The engine onnx needs no child process: a child would hold Python, numpy and onnxruntime once more, and the thread's
+    memory is freed too (``benchmarks/engines``).
     """
 
     def __init__(self, make: Callable[[], Jobs]) -> None:
@@ -238,7 +238,7 @@ class Threaded:
     def _run(self, jobs: Jobs, job: Job) -> None:
         try:
             done = jobs.handle(job)
-        except BaseException as error:  # the agent must hear of whatever ended the thread
+        except BaseException as error:  # the agent must learn what ended the thread
             done = Done(job.kind, {}, error=f"{type(error).__name__}: {error}")
         self._done.append(done)
         os.write(self._write, b".")

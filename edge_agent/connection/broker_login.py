@@ -18,13 +18,13 @@ class TlsFiles(TypedDict, total=False):
 
 
 def has_certificate(settings: Settings) -> bool:
-    """Whether device.toml names a certificate of this device and its key, over whatever connection it comes."""
+    """Whether device.toml names a certificate and key of this device, whichever connection it uses."""
     return settings.tls.certificate is not None and settings.tls.key is not None
 
 
 def tls_files(home: Path, settings: Settings, *, plain: bool = False) -> TlsFiles:
-    """Of the link to the device's broker; none for mqtt://. Raises ConfigError if plain MQTT would leave this machine
-    and neither ``plain`` nor device.toml allows it."""
+    """The TLS files for the device's broker; none for mqtt://. Raises ConfigError if plain MQTT would leave this
+    machine and neither ``plain`` nor device.toml allows it."""
     check_plain(settings.device.broker, plain or settings.device.plain)
     files: TlsFiles = {}
     if not parse_url(settings.device.broker).tls:

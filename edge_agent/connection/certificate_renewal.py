@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # 10 MB that a device needs once in some years only
 
 RETRY_S = 3600.0
 CHANGE_S = 30.0
-"""Between two requests while the fleet changes its authority."""
+"""Seconds between two requests while the fleet changes its authority."""
 RETRY_AFTER_REFUSAL_S = 86400.0
 NEXT_KEY = "identity-next.key"
 IDENTITY_FILES = "identity-*"
@@ -37,8 +37,8 @@ IDENTITY_FILES = "identity-*"
 class Renewal:
     """take_up: makes the link use another certificate and key from its next connection on. trust(): makes it use the
     files of device.toml as they are now. ``issuer``: the fleet's new authority, once it has issued this device's
-    certificate; empty before. Without ``renew_after`` in
-    device.toml, which enrolment writes, nothing is requested: another authority issued the certificate."""
+    certificate; empty before. Nothing is requested if device.toml lacks ``renew_after``, which enrolment writes:
+    another authority issued the certificate."""
 
     def __init__(
         self, home: Path, settings: Settings, link: Link, *, boot: str, take_up: Callable[[Path, Path], None],

@@ -1,7 +1,7 @@
 """Offers one pending update and sends the chunks that the aggregator grants, until ``done`` or ``reject``.
 
-A small update goes with its first offer, if the aggregator takes it so. If that is lost, the update is offered and sent
-in chunks: then the aggregator decides when it can take the bytes.
+A small update goes with its first offer, if the aggregator allows that. If the offer is lost, the update is offered
+alone and sent in chunks, which the aggregator grants when it can take them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Kept:
 
 
 def kept(folder: Path) -> Kept:
-    """A damaged file counts for nothing: the aggregator gives the successions again. Raises StateError."""
+    """What is stored; empty for a damaged file: the aggregator sends the successions again. Raises StateError."""
     path = folder / FILE
     if not path.exists():
         return Kept()
@@ -51,14 +51,14 @@ def save(folder: Path, what: Kept) -> None:
 
 
 def forget_issuer(folder: Path) -> None:
-    """The device gets another certificate; the next announcement says of which authority it is. Raises StateError."""
+    """Forgets who issued the certificate, before the device gets another one. Raises StateError."""
     before = kept(folder)
     if before.issuer:
         save(folder, replace(before, issuer=""))
 
 
 def ring_of(folder: Path, key: str, fleet: str | None = None, now: Callable[[], float] = time.time) -> Keyring:
-    """The keys that count here. key: of device.toml. Raises ConfigError, StateError."""
+    """The fleet's keys that this device accepts. key: of device.toml. Raises ConfigError, StateError."""
     try:
         return Keyring(key, kept(folder).links, fleet=fleet, now=now)
     except (MessageError, ConfigError):
@@ -66,7 +66,7 @@ def ring_of(folder: Path, key: str, fleet: str | None = None, now: Callable[[], 
 
 
 def readable_ring(folder: Path, key: str) -> Keyring:
-    """As ``ring_of``, without the successions where they cannot be read."""
+    """As ``ring_of``, without the successions if they cannot be read."""
     try:
         return ring_of(folder, key)
     except StateError:
@@ -74,8 +74,8 @@ def readable_ring(folder: Path, key: str) -> Keyring:
 
 
 class FleetKeys:
-    """Follows the fleet's key. now(): Unix seconds. ``ring``: the keys that count. ``asked``: whether the fleet has
-    announced successions, so that it wants to know which key this device has."""
+    """Follows the fleet's key. now(): Unix seconds. ``ring``: the accepted keys. ``asked``: whether the fleet has
+    announced successions and so wants to know which key this device has."""
 
     def __init__(self, folder: Path, key: str, fleet: str, now: Callable[[], float]):
         self._folder = folder
@@ -86,16 +86,16 @@ class FleetKeys:
 
     @property
     def told(self) -> str:
-        """The id of the newest key, for the presence; empty while nobody asks."""
+        """The id of the newest key, for the presence; empty until the fleet asks."""
         return self.ring.id if self.asked else ""
 
     def keep(self, payload: bytes) -> None:
-        """A manifest that no known key has signed: the succession may come after it."""
+        """Keeps a manifest that no known key has signed: the succession may arrive after it."""
         self._unread = b"" if self.ring.knows(payload) else payload
 
     def take(self, links: Sequence[str]) -> bytes:
-        """Follows ``links``; returns the manifest that can be read now, or nothing. Raises MessageError for what leads
-        nowhere, StateError if it cannot be written; then nothing has changed."""
+        """Follows ``links``; returns the manifest that can be read now, or nothing. Raises MessageError for links that
+        continue no known key, StateError if they cannot be written; nothing changes then."""
         self.asked = True
         new = self.ring.extended(links)
         if new is None:
@@ -112,8 +112,8 @@ class FleetKeys:
         return self._kept.issuer
 
     def authorities(self, signed: str) -> Authorities | None:
-        """What is to be trusted from now on; None for nothing new. Raises MessageError for what no key of the fleet has
-        signed, or is older than what this device has."""
+        """The authorities to trust from now on; None for nothing new. Raises MessageError for authorities that no key
+        of the fleet has signed, or that are older than this device's."""
         if not signed:
             return None
         found = messages.decode(Authorities, self.ring.verify(succession.as_bytes(signed)))
@@ -125,12 +125,12 @@ class FleetKeys:
         return None if done else found
 
     def trusts(self, what: Authorities) -> None:
-        """The device trusts them, on its disk."""
+        """Stores that the device trusts these authorities."""
         if what.number != self._kept.authorities:
             self._keep(authorities=what.number, issuer="")
 
     def is_issued_by(self, issuer: str) -> None:
-        """This device's certificate is of the last authority."""
+        """Stores who issued this device's certificate."""
         self._keep(issuer=issuer)
 
     def _keep(self, **changed: Any) -> None:

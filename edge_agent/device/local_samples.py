@@ -44,8 +44,8 @@ def few_labels(per_class: Mapping[str, int]) -> str:
 
 
 def features_of(home: Path, layout: Layout, named: Sequence[str] = ()) -> Features | None:
-    """What makes the model's input of raw samples on the device whose folder is ``home``; None for a model that takes
-    these. named: as in ``Features``."""
+    """The backbone that turns raw samples into the model's input, in the device's folder ``home``; None for a model
+    that takes raw samples. named: as in ``Features``."""
     if layout.backbone is None:
         return None
     from fleet_core.backbone.features import Features  # not loaded by a device whose model takes raw samples
@@ -70,7 +70,7 @@ class LocalData:
     support_seconds: instead of a share, the first seconds of the recording.
     stride: of windows that are cut from a file of readings.
     fit: how images of another size are brought to ``shape``. sound_hz: rate of sound, if samples are made of it.
-    features: makes the model's input of raw samples; None for a model that takes these.
+    features: turns raw samples into the model's input; None for a model that takes raw samples.
     """
 
     path: Path

@@ -1,7 +1,7 @@
-"""Checks a program on this device against what the fleet's key has signed of it.
+"""Checks a program on this device against the statement that the fleet's key has signed.
 
-``FLEET_KEY`` is root's: the agent reads it and cannot change it. It is put there by the first flash. Successions that
-the agent has followed lead from it to a newer key; each is signed, so the agent can withhold one and forge none.
+``FLEET_KEY`` is root's: the agent can read it, not change it. The first flash writes it. Successions that the agent has
+followed lead from it to a newer key; each is signed, so the agent can withhold one but not forge one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def signed_text(path: Path, verifier: Verifier) -> bytes:
 
 
 def check_installed(folder: Path, verifier: Verifier) -> Statement:
-    """The statement of an installed program, of which every file was compared. Raises FlashError."""
+    """Compares every file of an installed program with its signed statement, and returns that. Raises FlashError."""
     try:
         statement = program_statement.parse(verifier.verify(storage.read_bytes(folder / FILE, limit=MAX_BYTES)))
         manifest = storage.read_bytes(folder / MANIFEST, limit=MAX_MANIFEST_BYTES)
@@ -59,7 +59,7 @@ def refused(path: Path, error: MessageError) -> FlashError:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 in hex; empty for what is no file that can be read."""
+    """SHA-256 in hex; empty if the file cannot be read."""
     digest = hashlib.sha256()
     try:
         if path.is_symlink():

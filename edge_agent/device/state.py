@@ -46,8 +46,8 @@ UPLOAD, VALUES = "upload", "values"
 
 @dataclass(frozen=True)
 class Pending:
-    """An update of which it is not known whether it was counted. Its bytes, from byte ``start`` of ``path`` on, and the
-    state to commit stay on disk."""
+    """An update that may or may not have been counted. Its bytes, from byte ``start`` of ``path`` on, and the state to
+    commit stay on disk."""
 
     key: str
     round: int
@@ -149,7 +149,7 @@ class DeviceState:
         return data if data and Blob.of(data, blob.chunk) == blob else None
 
     def save_graph(self, blob_id: str, data: bytes, *, keep: Collection[str] = (), kind: str = "graph") -> None:
-        """Replaces all others of its kind but those with an id in ``keep``."""
+        """Stores a graph and removes all others of its kind, except those with an id in ``keep``."""
         storage.write_atomic(self.graph_path(blob_id, kind), data)
         kept = {self.graph_path(name, kind) for name in (blob_id, *keep)}
         for old in self.folder.glob(f"{kind}-*.safetensors"):
@@ -190,7 +190,7 @@ class DeviceState:
             return None
 
     def drop_weights(self, name: str) -> None:
-        """Sets weights aside whose content does not match their id."""
+        """Sets aside weights whose content does not match their id."""
         _set_aside(self._weights(name))
 
     def _weights(self, name: str) -> Path:
@@ -230,7 +230,7 @@ class DeviceState:
     def leave_made(
         self, key: str, boot: str, round_number: int, upload: UploadManifest, data: bytes, state: ClientState
     ) -> None:
-        """The trainer leaves an encoded update, with the state after it, for the agent's ``boot``."""
+        """Stores the trainer's encoded update, with the state after it, for the agent's ``boot``."""
         arrays = storage.flatten_roles(state)
         arrays[UPLOAD] = np.frombuffer(data, dtype=np.uint8)
         upload_text = json.dumps(schema.plain(upload))
@@ -238,7 +238,7 @@ class DeviceState:
         storage.write_arrays(self._made(key, boot), arrays, metadata, mode=0o600)
 
     def take_made(self, key: str, boot: str) -> Pending:
-        """What the trainer left becomes the pending update. Raises StateError."""
+        """Makes the update that the trainer left the pending one. Raises StateError."""
         path = self._method(key) / "pending.safetensors"
         storage.move(self._made(key, boot), path)
         return _read_pending(path)
@@ -249,7 +249,8 @@ class DeviceState:
         return arrays.get(VALUES, arrays[UPLOAD]).tobytes()
 
     def mask(self, pending: Pending, upload: UploadManifest, masked: bytes) -> Pending:
-        """The pending update as it is sent. What it was masked from stays, for another session. Raises StateError."""
+        """Replaces the pending update's bytes by the masked ones. The unmasked values stay, for another session. Raises
+        StateError."""
         path = pending.path
         arrays, metadata = storage.unpack(storage.read_bytes(path, limit=MAX_STATE_BYTES), where=str(path))
         arrays = {VALUES: arrays[UPLOAD], **arrays, UPLOAD: np.frombuffer(masked, dtype=np.uint8)}
@@ -292,7 +293,7 @@ class DeviceState:
         return self.folder / "methods" / key
 
     def _made(self, key: str, boot: str) -> Path:
-        """Named by the agent's start, for a trainer may outlive its agent."""
+        """The file is named by the agent's start, because a trainer may outlive its agent."""
         return self._method(key) / f"made-{boot}.safetensors"
 
 
@@ -318,7 +319,7 @@ def read_state(path: Path) -> ClientState:
 
 
 def _format(path: Path) -> int:
-    """The version of a file's form; 0 for a damaged one."""
+    """The version of a file's format; 0 for a damaged one."""
     try:
         return int(storage.read_header(path)[1].get("format", "1"))
     except (StateError, ValueError):
@@ -326,8 +327,8 @@ def _format(path: Path) -> int:
 
 
 def _learned(path: Path) -> UpdateRef | None:
-    """The update that a committed state came with; None for a damaged one, which is set aside. Raises StateError where
-    the disk does not give it now."""
+    """The update that a committed state came with; None for a damaged one, which is set aside. Raises StateError if the
+    disk cannot be read now."""
     try:
         counted = _read_pending(path)
     except (FleetError, ValueError, KeyError) as error:

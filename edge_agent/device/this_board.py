@@ -37,7 +37,7 @@ def board_of(home: Path, settings: Settings) -> str:
 
 
 def providers_of(home: Path, settings: Settings) -> tuple[str, ...]:
-    """What may compute a backbone here, besides what always may. Raises ConfigError."""
+    """The providers that may compute a backbone here, besides those that always may. Raises ConfigError."""
     profile = profile_of(home, settings)
     return () if profile is None else profile.compute.providers
 

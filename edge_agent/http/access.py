@@ -39,8 +39,8 @@ class Access:
 
 
 def access_of(home: Path, serve: Serve, names: Iterable[str]) -> Access:
-    """What ``[serve]`` asks for: beyond this machine both, unless ``open`` is set. Files that are missing are made in
-    ``home``. names: host names for a certificate that is made. Raises ConfigError, StateError."""
+    """The access that ``[serve]`` asks for: token and TLS beyond this machine, unless ``open`` is set. Missing files
+    are made in ``home``. names: host names for a new certificate. Raises ConfigError, StateError."""
     if (serve.certificate is None) != (serve.key is None):
         raise ConfigError("certificate and key belong together", where=f"{home / 'device.toml'}: serve")
     guarded = not (serve.open or is_loopback(serve.host))
@@ -60,8 +60,8 @@ def access_of(home: Path, serve: Serve, names: Iterable[str]) -> Access:
 
 
 def create(certificate: Path, key: Path, names: Iterable[str]) -> None:
-    """Writes a key, mode 0600, and a certificate for ``names`` that it signs itself; a name that is no host's is left
-    out. Raises StateError."""
+    """Writes a key, mode 0600, and a certificate for ``names`` that it signs itself; invalid host names are left out.
+    Raises StateError."""
     from cryptography import x509  # memory that a server on this machine does not need
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from edge_agent.http.http_messages import Refused
 
 BURST_S = 5.0
-"""A client that was silent may send the requests of that many seconds at once."""
+"""A client that was silent may send this many seconds' requests at once."""
 ADDRESSES = 1000
 
 
@@ -40,7 +40,7 @@ class Budget:
         self._left, self._lock = size, threading.Lock()
 
     def take(self, size: int) -> None:
-        """Raises Refused if fewer are left."""
+        """Reserves ``size`` bytes. Raises Refused if fewer are left."""
         with self._lock:
             if size > self._left:
                 raise Refused(503, "too many bytes are being received at the moment", {"Retry-After": "1"})
@@ -52,8 +52,8 @@ class Budget:
 
 
 class RequestRates:
-    """Counts each client's requests by a token bucket, which holds the requests of ``BURST_S``, and at least one. Of
-    more than ``ADDRESSES`` clients those are forgotten that have been silent for longest."""
+    """Counts each client's requests by a token bucket, which holds the requests of ``BURST_S``, and at least one.
+    Beyond ``ADDRESSES`` clients it forgets those that have been silent for longest."""
 
     def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic):
         self._per_s, self._most = per_s, max(1.0, per_s * BURST_S)
@@ -61,7 +61,7 @@ class RequestRates:
         self._left: dict[str, tuple[float, float]] = {}  # address -> requests left, and when
 
     def take(self, address: str) -> None:
-        """Raises Refused for a request too many."""
+        """Counts a request. Raises Refused if it is one too many."""
         if self._per_s == math.inf:
             return
         with self._lock:

@@ -2,8 +2,8 @@
 
 There are limits on the connections, on each client's requests, on the size of heads, bodies and all bodies together, on
 the time that each may take to arrive, on the time without a request, and on the time to receive a response. When all
-connections are taken, a new client gets the place of the one that has been silent or slow for longest, of the address
-that has most of them. With ``tls`` it speaks HTTPS.
+connections are taken, a new client replaces one of the address that has most of them: the one that has been silent or
+slow for longest. With ``tls`` it speaks HTTPS.
 
 ``stop`` finishes the requests in progress and closes idle connections at once.
 """
@@ -96,7 +96,7 @@ class HttpServer:
             except OSError as error:
                 if self._stopping.is_set():
                     return
-                self._log(f"http: {error.strerror or error}")  # as too many open files, which passes
+                self._log(f"http: {error.strerror or error}")  # such as too many open files, which passes
                 time.sleep(0.1)
                 continue
             self._take(peer)
@@ -118,8 +118,8 @@ class HttpServer:
             self._leave(connection)
 
     def _end_slowest(self) -> None:
-        """Ends the connection whose client has let this device wait for longest, of the address with most of them; none
-        while all are being answered."""
+        """Ends one connection of the address that has most of them: the one whose client has kept this device waiting
+        for longest; none while all are being answered."""
         waiting = [one for one in self._connections if one.waits_since < math.inf]
         if waiting:
             of = Counter(one.address for one in waiting)
@@ -150,7 +150,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _address(peer: socket.socket) -> str:
-    """Of the client; empty if it is gone already."""
+    """The client's address; empty if it is gone already."""
     try:
         return str(peer.getpeername()[0])
     except (OSError, IndexError):
@@ -204,7 +204,7 @@ class Connection:
             self._busy.release()
 
     def _stop_receiving(self) -> None:
-        """Bytes that have arrived can still be read."""
+        """Ends receiving; bytes that have arrived can still be read."""
         self._shutdown(socket.SHUT_RD)
 
     def end(self) -> None:

@@ -101,7 +101,7 @@ class InferenceRequest:
 
 class InferenceProtocol:
     """The protocol for one model. names: host names by which this device may be reached, beside ``localhost`` and any
-    address. check(head): raises Refused for a client that may not ask; ``/v2/health/live`` everyone may."""
+    address. check(head): raises Refused for a client that may not ask; everyone may ask for ``/v2/health/live``."""
 
     def __init__(self, model: Model, names: Iterable[str] = (), check: Callable[[Head], None] = lambda head: None):
         self._model, self._check = model, check

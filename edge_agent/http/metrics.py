@@ -1,8 +1,8 @@
 """``GET /metrics``: an agent's own figures in Prometheus's text format, computed at each scrape.
 
 Names and units follow https://prometheus.io/docs/practices/naming, the form is version 0.0.4 of
-https://prometheus.io/docs/instrumenting/exposition_formats. A figure that was not measured has no sample. Which device
-it is, Prometheus says by ``instance``; ``metafleet_agent_info`` has its name.
+https://prometheus.io/docs/instrumenting/exposition_formats. A figure that was not measured has no sample. Prometheus
+tells devices apart by ``instance``; ``metafleet_agent_info`` has the device's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Sample = tuple[Mapping[str, str], float | None]
 
 @dataclass(frozen=True)
 class Figures:
-    """What an agent has to tell. traffic, energy, usage, flops: since its start, as in ``Report``. round: of the last
+    """An agent's figures. traffic, energy, usage, flops: since its start, as in ``Report``. round: of the last
     manifest. served_round: of the model that answers; None without one. accuracy: by stage, of the last evaluation on
     the device's test samples. answered: samples since the start. last_answer_s: Unix time of the last answer."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CHECK_S = 0.5
 BEYOND_PER_S = 50.0
-"""Requests of a client beyond this machine, unless device.toml says how many."""
+"""Requests per second of a client beyond this machine, unless device.toml sets another number."""
 
 
 class ServedModel:
@@ -50,7 +50,7 @@ class ServedModel:
                      spec=spec)
 
     def _not_ready(self) -> Facts | None:
-        """Of a served model that cannot answer yet, perhaps because it needs labelled samples."""
+        """The facts of a served model that cannot answer yet, perhaps because it needs labelled samples."""
         try:
             served = self._service.stored.served()
         except FleetError:

@@ -1,7 +1,7 @@
 """Checks a bundle with ONNX Runtime, without torch: at export, and on the device before it is installed.
 
-No graph has the golden weights inside, and batch sizes differ from the one that a graph was traced with. ONNX Runtime
-refuses a graph with a parameter that is not external, missing or superfluous (``onnx_session.open_session``).
+The golden weights are outside the graphs, and batch sizes differ from the traced one. ONNX Runtime refuses a graph with
+a parameter that is not external, missing or superfluous (``onnx_session.open_session``).
 
     python -m edge_agent.inference.bundle_check BUNDLE     checks it in its own process and prints the result as JSON
 

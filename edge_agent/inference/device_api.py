@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BUFFER = "unlabelled"
 NEWEST = 1000
-"""So many of the newest samples are answered to find the least certain ones."""
+"""Number of newest samples that are answered to find the least certain ones."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Answer:
     """The answer to one sample.
 
     label: the most probable class. probabilities: class -> probability. unknown: whether the sample is far from
-    everything that the device knows; None where the device does not tell. round: of the served model.
+    everything that the device knows; None if the device does not detect this. round: of the served model.
     personalization: the personalizer.
     """
 
@@ -162,7 +162,7 @@ class Device:
         return sorted(found, key=lambda one: one.answer.certainty if one.answer else 0.0)[:limit]
 
     def _answers(self, x: np.ndarray[Any, Any], *, again: bool = False) -> list[Answer]:
-        """Of samples [n, *shape]. again: as in ``Service.answers``."""
+        """The answers to samples [n, *shape]. again: as in ``Service.answers``."""
         answer = self._service.answers(x, again=again)
         names = answer.classes or self._service.layout.classes
         return [

@@ -1,7 +1,7 @@
 """Watches whether what the device answers has moved away from what it was personalized on.
 
-The sums of ``fleet_core.personalization.drift`` live in memory and, so that a restart and ``edge-agent status`` know
-them, in ``drift.json`` of the device's folder. A new personalization begins anew. Nothing of the samples is kept.
+The sums of ``fleet_core.personalization.drift`` are in memory and, for a restart and ``edge-agent status``, in
+``drift.json`` of the device's folder. A new personalization starts new sums. No samples are kept.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DriftWatch:
 
     @property
     def moved_at(self) -> int:
-        """How many samples had been answered when it was noticed that they have moved; 0: they have not."""
+        """Number of samples answered when the watch noticed that they have moved; 0: they have not."""
         now = self._now
         return 0 if now is None else now.sums.moved_at
 
@@ -103,7 +103,7 @@ def _id(reference: Reference) -> str:
 
 def personalize_again(service: Service, tried: int, log: Callable[[str], None]) -> int:
     """Personalizes with labelled samples that were added since the last time, if the samples have moved and the
-    personalizer embeds. tried: how many were there when this failed or succeeded last; returns the new number."""
+    personalizer embeds. tried: their number at the last attempt; returns the new number."""
     from edge_agent.inference import relearn  # takes memory, and is rarely needed
 
     now = service.answering

@@ -47,9 +47,9 @@ AGAIN = "personalize again"
 @dataclass(frozen=True, eq=False)
 class Personalization:
     """how: ``proto``, ``head``, ``knn``, ``gp``, the personalizer that took gradient steps, or ``none`` if the device
-    itself chose to answer with the served model as it is. model, round: id and
-    round of the served model that it was made for; it is invalid with any other. classes: names of the labels, the
-    fleet's first. settings: plain values that answering needs."""
+    itself chose to answer with the served model as it is. model, round: id and round of the served model; the
+    personalization is invalid for any other. classes: names of the labels, the fleet's first. settings: plain values
+    that answering needs."""
 
     how: str
     model: str

@@ -239,7 +239,7 @@ class Service:
                     failed = failed or error
             if failed is not None:
                 raise failed
-            self.stored.served()  # raises: no slot holds a model
+            self.stored.served()  # raises, because no slot holds a model
             return ""
 
     def follow(self) -> bool:

@@ -94,13 +94,13 @@ class Agent:
             updates.verifier = lambda: self._check.keys.ring
         self._unwritten: tuple[str, bytes] | None = None  # the message that a full disk kept from being written
         self._server_boot, self._server_away = "", False
-        self._told_moved, self._added = 0, 0  # of the last presence; added samples at the last try to personalize
+        self._told_moved, self._added = 0, 0  # in the last presence; added samples at the last attempt to personalize
         self._lost = False  # whether the connection broke and is not back
         self._revoked: RevokedError | None = None
 
     @property
     def manifest(self) -> Manifest | None:
-        """The last one that was accepted."""
+        """The last manifest that was accepted."""
         return self._check.manifest
 
     # The loop ---------------------------------------------------------------------------------------------------------
@@ -164,14 +164,14 @@ class Agent:
             self._tasks.advance()
 
     def _follow(self) -> None:
-        """Takes up a personalization that another process wrote."""
+        """Uses a personalization that another process wrote."""
         try:
             self.service.follow()
         except FleetError as error:
             self._log(f"what another process put on the disk is not taken up: {error}")
 
     def _try_again(self) -> None:
-        """The disk can be written again: does what failed on it."""
+        """Repeats what failed on the disk, which can be written again."""
         self._log("the disk can be written again")
         self._tasks.attempts.try_again()
         self._tasks.training.forget()
@@ -227,7 +227,7 @@ class Agent:
             self._tasks.on_manifest(before, manifest)
 
     def _on_keys(self, payload: bytes) -> None:
-        """The fleet's key has a successor: follows, and reads the manifest that came before it."""
+        """Follows the successor of the fleet's key, and reads a manifest of the new key that arrived before it."""
         if not payload:
             return
         keys = self._check.keys
@@ -246,7 +246,7 @@ class Agent:
             self._said_issuer()
 
     def _said_issuer(self) -> None:
-        """Tells the aggregator once this device has a certificate of the fleet's other authority."""
+        """Tells the aggregator when this device has a certificate of the fleet's new authority."""
         keys = self._check.keys
         if self._renewal is not None and self._renewal.issuer not in ("", keys.issuer):
             keys.is_issued_by(self._renewal.issuer)
@@ -291,8 +291,8 @@ class Agent:
         self._updates.on_unsigned(down)
 
     def _on_revoked(self, down: Down) -> None:
-        """Holds only for this start of this device, and only if it is not older than the last manifest: an old
-        revocation must not stop a device that was enrolled again."""
+        """A revocation holds only for this start of this device, and only if it is not older than the last manifest: an
+        old one must not stop a device that was enrolled again."""
         if (down.device, down.boot) != (self.name, self.boot) or (down.seq or 0) < self._check.seq:
             raise MessageError("a revocation of another device, of another start of it, or older than the last round")
         on = "" if down.at is None else time.strftime(" on %Y-%m-%d", time.gmtime(down.at))
@@ -317,7 +317,7 @@ class Agent:
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """The last ones on the device's test samples."""
+        """The last evaluations on the device's test samples."""
         return self._tasks.serving.evaluations
 
     def _announce(self, *, again: bool = False) -> None:
@@ -333,7 +333,7 @@ class Agent:
         )
 
     def _watch_drift(self) -> None:
-        """Says when what the device sees has moved, or no longer has; personalizes again when labels are there."""
+        """Reports when the samples have moved, or no longer have; personalizes again when there are new labels."""
         self._added = personalize_again(self.service, self._added, self._log)
         moved = self.service.drift.moved_at
         if moved != self._told_moved:

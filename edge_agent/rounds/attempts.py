@@ -1,4 +1,4 @@
-"""What a manifest asks for and this device cannot do: logged, reported, and not tried again before a newer manifest."""
+"""Remembers what this device failed to do for a manifest: it is logged, reported, and tried again with a newer one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Attempts:
         self._gave_up: dict[str, int] = {}  # what failed -> sequence number of the manifest that asked for it
 
     def attempt(self, what: str, manifest: Manifest | None, action: Callable[[], object]) -> None:
-        """Runs ``action``, unless it failed before or there is no manifest."""
+        """Runs ``action``, unless it failed under this manifest or there is none."""
         if manifest is None or self.gave_up(what, manifest):
             return
         try:
@@ -37,5 +37,5 @@ class Attempts:
         self._failed(what, manifest, error)
 
     def try_again(self) -> None:
-        """What failed may succeed now."""
+        """Forgets the failures, because what failed may succeed now."""
         self._gave_up.clear()

@@ -1,7 +1,7 @@
 """What this device alone receives to train on (pFedHN): its line of the round's list, then the blob named there.
 
-The signed manifest has the id of the list, and the list the ids of the devices' blobs: a device accepts nothing that
-the aggregator did not make for it.
+The signed manifest has the id of the list, and the list the ids of the devices' blobs: a device accepts only what the
+aggregator made for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DevicePayload:
         return manifest.per_device is not None and blob_id in {manifest.per_device.id, *self.named(manifest)}
 
     def take(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
-        """Raises MessageError for a list that is none, CodecError for weights of another form."""
+        """Raises MessageError for a malformed list, CodecError for weights of another form."""
         if manifest.per_device is not None and blob_id == manifest.per_device.id:
             listed = messages.decode(Listed, data, limit=MAX_LIST_BYTES)
             self.blob = listed.of(self._device)

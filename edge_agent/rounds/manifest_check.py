@@ -1,4 +1,4 @@
-"""Which manifests an agent accepts: signed by its fleet, of this protocol, not older than the last, not expired."""
+"""Accepts manifests that the fleet has signed, of this protocol, not older than the last, not expired."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ManifestCheck:
         return max(self._now_ms(), self._signed_ms)
 
     def accept(self, payload: bytes) -> Manifest | None:
-        """Takes and returns the manifest; None for the one that is held already, which a broker sends again after a
-        reconnect. Raises MessageError for one that is refused."""
+        """Takes and returns the manifest; None for the manifest that is held already, which a broker sends again after
+        a reconnect. Raises MessageError for one that is refused."""
         self.keys.keep(payload)
         manifest = messages.decode(Manifest, self.keys.ring.verify(payload), limit=1 << 24)
         if manifest.fleet != self._fleet:

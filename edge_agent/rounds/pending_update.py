@@ -20,7 +20,7 @@ MAX_COUNTED_BYTES = 1 << 26
 
 
 class PendingUpdates:
-    """``pending``: the one update of which it is not known whether it was counted, or None; it survives restarts."""
+    """``pending``: the one update that may or may not have been counted, or None; it survives restarts."""
 
     def __init__(
         self, device: str, boot: str, home: DeviceState, uploader: Uploader, secure: SecureUpdates, fetcher: Fetcher,
@@ -48,7 +48,7 @@ class PendingUpdates:
         self._offered_seq, self._whole = manifest.seq, manifest.up.whole
         rules = manifest.up.secure
         if rules is None and exponent_of(pending.upload.codec) is not None:
-            return self._discard(pending)  # made to be masked, and this round sums in the open now
+            return self._discard(pending)  # made to be masked, but this round no longer uses secure aggregation
         if rules is None or pending.upload.secure == rules.session:
             return self._reporter.enter("upload", known=self._uploader.offer(pending, self._whole))
         self._reporter.enter("upload")
@@ -56,14 +56,14 @@ class PendingUpdates:
         self._join(manifest, pending)
 
     def _join(self, manifest: Manifest, pending: Pending) -> None:
-        """The round's updates are summed in secret: nothing of this one is sent before it is masked."""
+        """Joins the round's secure aggregation: nothing of this update is sent before it is masked."""
         try:
             self._secure.join(manifest, pending)
         except MessageError as error:
             self._fail(error)
 
     def on_secure(self, down: Down) -> None:
-        """A signed step of the sum."""
+        """Handles a signed step of the secure sum."""
         pending = self.pending
         if pending is None or down.secure is None or down.r != pending.round:
             return
@@ -85,7 +85,7 @@ class PendingUpdates:
         self._secure.tick()
 
     def on_unsigned(self, down: Down) -> None:
-        """The aggregator wants chunks, or says that the upload is over."""
+        """Sends the chunks that the aggregator wants, or ends the upload when it says so."""
         pending = self.pending
         if down.t == "need":
             return self._uploader.on_need(down)
@@ -100,8 +100,8 @@ class PendingUpdates:
         self._reporter.report()
 
     def _knows_phases(self) -> bool:
-        """Whether the aggregator notes by itself that an upload is over, as one that takes whole updates does, and no
-        heartbeat says otherwise."""
+        """Whether the aggregator knows by itself that an upload is over: it takes whole updates, and no heartbeat has
+        said otherwise."""
         return self._whole > 0 and self._reporter.said != "upload"
 
     def resolve(self, manifest: Manifest) -> None:
@@ -126,7 +126,7 @@ class PendingUpdates:
     def _go_on_offering(self, manifest: Manifest, pending: Pending) -> None:
         """Offers the update once per manifest: an aggregator that was restarted may not have it."""
         if (pending.round, pending.key, pending.upload.base, pending.upload.train) != identity(manifest):
-            self._discard(pending)  # the round has another model by now: this can never be counted
+            self._discard(pending)  # the round has another model by now: this update can never be counted
         elif self._offered_seq != manifest.seq:
             self._offer(manifest, pending)
 
@@ -135,13 +135,13 @@ class PendingUpdates:
         return self.pending is not None and self.pending.round <= round_number
 
     def on_counted(self, round_number: int, marks: list[str]) -> None:
-        """``marks``: of the updates that the round counted."""
+        """Commits or discards the round's update. marks: of the updates that the round counted."""
         pending = self.pending
         if pending is not None and pending.round == round_number:
             self._decide(pending, mark(round_number, self._device, pending.upload.id) in marks)
 
     def on_fate(self, down: Down) -> None:
-        """A signed answer: whether an older update was counted."""
+        """Handles a signed answer that says whether an older update was counted."""
         pending = self.pending
         if pending is None or (down.t, down.device) != ("counted", self._device):
             return

@@ -31,8 +31,8 @@ class Models:
         self.served: Weights | None = None
         self._part: tuple[str, tuple[str, ...], str] = ("", (), "")  # training model, groups, their id
         self._misfits = set[str]()  # ids of deltas and parts that did not fit what is held here
-        self._rest: tuple[Any, bool] = (None, False)  # what was asked last of ``_has_rest``, and the answer
-        self._chain: tuple[str, tuple[ModelRef, ...]] = ("", ())  # id of the last list of links, and those of use
+        self._rest: tuple[Any, bool] = (None, False)  # the last question to ``_has_rest``, and its answer
+        self._chain: tuple[str, tuple[ModelRef, ...]] = ("", ())  # id of the last list of links, and its usable links
 
     def _sound_base(self) -> str:
         """Drops a training model that a power cut damaged; it is fetched again."""
@@ -65,8 +65,8 @@ class Models:
         return model == self._part[2]
 
     def blob_for(self, ref: ModelRef, groups: tuple[str, ...]) -> Blob | None:
-        """The delta where the device holds its base, first weights as a seed; else the part that moves where it holds
-        the rest; else the whole model, else None. groups: of the model."""
+        """The delta if the device holds its base, or first weights as a seed; else the moving part, if it holds the
+        rest; else the whole model, or None. groups: of the model."""
         if ref.codec in DRAWN or self._fits(ref, groups):
             return ref.blob
         if ref.part is not None and ref.part.id not in self._misfits and self._has_rest(ref, groups):
@@ -96,8 +96,8 @@ class Models:
         return None
 
     def needs_training_base(self, manifest: Manifest, ref: ModelRef) -> bool:
-        """Whether the served model is a delta to the training model held here. It has to be fetched before the next
-        training model takes the place of its base."""
+        """Whether the served model is a delta to the training model held here. It must be fetched before the next
+        training model replaces its base."""
         groups = method_of(manifest).shared
         if ref.base is None or ref.model == manifest.model.model or ref.blob in manifest.model.blobs():
             return False
@@ -105,8 +105,8 @@ class Models:
         return not held and self._is_training(ref.base, groups) and self._fits(ref, groups)
 
     def next_blob(self, manifest: Manifest) -> Blob | None:
-        """What to fetch next for the training model: where its base is not here, the list of its chain, then one link
-        after the other; else what ``blob_for`` gives."""
+        """What to fetch next for the training model: without its base, the list of its chain, then one link after the
+        other; else what ``blob_for`` gives."""
         ref, groups = manifest.model, method_of(manifest).down
         chain = self._chain_of(ref, groups)
         if chain is not None and self._chain[0] != chain.id:
@@ -115,7 +115,7 @@ class Models:
         return self.blob_for(ref, groups) if link is None else link.blob
 
     def _chain_of(self, ref: ModelRef, groups: tuple[str, ...]) -> Blob | None:
-        """The list of the links to the base, where that is not here and may help."""
+        """The list of the links to the base, if the base is not here and the list may help."""
         if ref.chain is None or ref.chain.size > MAX_CHAIN_BYTES or ref.blob.id in self._misfits:
             return None
         return None if self._at_once(ref, groups) else ref.chain
@@ -163,7 +163,7 @@ class Models:
             self._keep_training(ref, params)
 
     def _take_chain(self, ref: ModelRef, data: bytes) -> None:
-        """Without links where the list is none that leads to the base: then the whole model is fetched."""
+        """Takes the list's links; none if they do not lead to the base: then the whole model is fetched."""
         assert ref.chain is not None
         try:
             self._chain = ref.chain.id, Chain.decode(data, ref.base).links
@@ -172,7 +172,7 @@ class Models:
             self._chain = ref.chain.id, ()
 
     def _take_link(self, manifest: Manifest, link: ModelRef, data: bytes) -> None:
-        """After a link that is not what it is said to be the whole model is fetched."""
+        """Applies a link. If it is not the announced one, the whole model is fetched."""
         try:
             params = self._decode(manifest, method_of(manifest).down, link, link.blob.id, data)
         except CodecError as error:
@@ -182,8 +182,8 @@ class Models:
             self._keep_training(link, params)
 
     def take_served(self, manifest: Manifest, ref: ModelRef, blob_id: str, data: bytes) -> None:
-        """Raises CodecError for a blob that is not the announced model. After a delta that does not fit the whole is
-        fetched."""
+        """Raises CodecError for a blob that is not the announced model. After a delta that does not fit, the whole
+        model is fetched."""
         params = self._taken(manifest, method_of(manifest).shared, ref, blob_id, data)
         self.served = None if params is None else Weights(ref.model, ref.round, params)
 

@@ -71,18 +71,18 @@ class Reporter:
         self._send(topics.report(self._fleet, self._name), data, qos=1 if more else 0)
 
     def ask(self, what: str, about: str, **more: Any) -> None:
-        """Sends a report that wants an answer; again every ``LOOK_S`` until the question changes."""
+        """Sends a report that asks a question, and repeats it every ``LOOK_S`` seconds until the question changes."""
         asked, when = self._asked.get(what, ("", 0.0))
         if asked != about or self._clock() - when >= LOOK_S:
             self._asked[what] = (about, self._clock())
             self.report(**more)
 
     def reconnected(self) -> None:
-        """Questions are asked again on the new connection."""
+        """Lets questions be asked again on the new connection."""
         self._asked.clear()
 
     def missing(self, kind: str, times: int) -> None:
-        """A retained blob did not arrive: asks the aggregator to publish it again."""
+        """Asks the aggregator to publish again a retained blob that did not arrive."""
         if times == MISSING:
             self._log(f"{kind}: nothing comes from the broker: it has lost what it retained, or its access control "
                       f"denies this device {topics.blobs(self._fleet)}")
@@ -151,7 +151,7 @@ class Reporter:
         return self._heard
 
     def forgotten(self) -> None:
-        """The aggregator was restarted: the presence has to be acknowledged again."""
+        """The aggregator was restarted and must acknowledge the presence again."""
         self._heard = False
         self._backoff.reset()
 

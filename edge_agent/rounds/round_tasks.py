@@ -127,7 +127,7 @@ class RoundTasks:
 
     @property
     def due(self) -> bool:
-        """Whether nothing was done for a while: what was never answered is asked again."""
+        """Whether it is time to ask unanswered questions again, because nothing was done for a while."""
         return self._clock() - self._looked > LOOK_S
 
     def advance(self) -> None:
@@ -149,7 +149,7 @@ class RoundTasks:
         self._stop_idle_trainer(manifest)
 
     def _served_now(self, manifest: Manifest) -> ModelRef | None:
-        """The served model, unless it failed, or waits for what the device itself has trained."""
+        """The served model, unless it failed, or must wait for this device's own training."""
         ref = manifest.serve
         if ref is None or self.attempts.gave_up("serve", manifest):
             return None
@@ -188,7 +188,7 @@ class RoundTasks:
         return self.graphs.complete(graph.layout)
 
     def _fetches_steps(self, manifest: Manifest) -> bool:
-        """Whether the graph with which this device trains is still on its way."""
+        """Whether this device still waits for the graph that it trains with."""
         lacking = self.training.lacks(manifest)
         if lacking is None or self.attempts.gave_up("train", manifest):
             return False

@@ -1,8 +1,8 @@
 """Takes part in a secure sum: sends this device's keys, then answers the aggregator's steps until its shares are out.
 
 The arithmetic is ``fleet_core.privacy.secure_sum``. The session's secrets are in memory alone: an agent that ends
-cannot unmask, and joins the next session anew. An update whose sum was revealed is masked for no other one: the
-difference of two sums would be what the one has and the other lacks.
+cannot unmask, and joins the next session anew. An update whose sum was revealed is never masked for another sum: the
+difference of the two would show what only one of them has.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class SecureUpdates:
         self._unheard = False
 
     def join(self, manifest: Manifest, pending: Pending) -> None:
-        """Sends the keys of a session, which are made once. Raises MessageError where this device must not take part.
-        """
+        """Sends the keys of a session, which are made once. Raises MessageError if this device must not take part."""
         # Imported here to save memory on devices of other fleets.
         from fleet_core.privacy.secure_participant import Participant
         from fleet_core.privacy.secure_sum import Session
@@ -87,8 +86,8 @@ class SecureUpdates:
             self._send(self._joined.participant.session.round, KEYS, self._joined.keys)
 
     def answer(self, step: SecureStep, pending: Pending) -> Pending | None:
-        """Does what a step asks for; returns the update to offer once it is masked. Raises MessageError where the step
-        could tell more than a sum of enough devices."""
+        """Does what a step asks for; returns the update to offer once it is masked. Raises MessageError if the step
+        could reveal more than a sum of enough devices."""
         joined = self._joined
         if joined is None or joined.participant.session.rules.session != step.session:
             return None
@@ -111,7 +110,7 @@ class SecureUpdates:
         return self._home.mask(pending, upload, masked)
 
     def _identity(self) -> Identity:
-        """Read anew, because a certificate is renewed."""
+        """The device's certificate and key, read each time, because they may have been renewed."""
         from fleet_core.privacy.secure_participant import Identity
         from fleet_core.protocol import certificates
 
@@ -130,5 +129,5 @@ class SecureUpdates:
         return datetime.datetime.fromtimestamp(self._unix_s(), datetime.timezone.utc)
 
     def _send(self, number: int, part: str, message: object) -> None:
-        """What is lost is asked for again."""
+        """Sends a message once: the aggregator asks again for one that is lost."""
         send(self._link, topics.upload(self._fleet, self._name, number, part), messages.encode(message), self._log)

@@ -24,8 +24,7 @@ from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 
 class ServedModelUpdate:
-    """jobs: of the trainer. Without a trainer that can do a manifest's there are no gradient steps but of the graph
-    ``adapt``."""
+    """jobs: of the trainer. Without a trainer for a manifest's jobs, only the graph ``adapt`` takes gradient steps."""
 
     def __init__(
         self, service: Service, models: Models, fetcher: Fetcher, accounts: AgentCosts, reporter: Reporter,
@@ -35,7 +34,7 @@ class ServedModelUpdate:
         self._accounts, self._reporter = accounts, reporter
         self._trainer, self._adapter, self._jobs, self._log = trainer, adapts, jobs, log
         self._adapting = ""  # id of the model that gradient steps are personalizing now
-        self._asked = -1  # sequence number of the manifest for which they do
+        self._asked = -1  # sequence number of the manifest that asked for it
         self._told = ""  # id of the model whose evaluation was reported since the start
         self._evaluations: tuple[Evaluation, ...] = ()
         self._alone: Alone | None = None
@@ -97,7 +96,7 @@ class ServedModelUpdate:
         if adapting != self._service.model:
             return
         if done.error:
-            self._service.model = None  # wanted anew with the next manifest
+            self._service.model = None  # fetched again with the next manifest
             error = RoundError(f"personalization failed: {done.error}")
             if manifest is not None and manifest.seq != self._asked:
                 return self._log(f"serve: {error}")
@@ -125,7 +124,7 @@ class ServedModelUpdate:
         self._tell(failed)
 
     def _say_few(self) -> None:
-        """Warns of classes with few labels, once for the same samples."""
+        """Warns about classes with few labels, once for the same samples."""
         now, data = self._service.answering, self._service.local()
         if now is None or now.how not in EMBEDS or data.stamp() == self._counted:
             return
@@ -149,7 +148,7 @@ class ServedModelUpdate:
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """The last ones, of the round in which the service was evaluated."""
+        """The last evaluations, with the round of the evaluated model."""
         return self._evaluations
 
     def tell_again(self) -> bool:

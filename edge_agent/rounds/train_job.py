@@ -23,8 +23,7 @@ from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.round_messages import Manifest
 
 ATTEMPTS = 5
-"""An agent that ended so often while it trained the same round leaves it out: a round that takes more memory than there
-is would end it again and again."""
+"""An agent that died this often while it trained a round skips the round, which may need more memory than there is."""
 
 Identity = tuple[int, str, str, str | None]
 """Number of a round, key of the training state, weights to train from, arrays to train."""
@@ -64,12 +63,13 @@ class TrainJobs:
         )
 
     def engine(self, manifest: Manifest) -> str:
-        """The engine of this manifest's jobs; empty if none can do them: without torch it takes the fleet's graph."""
+        """The engine of this manifest's jobs; empty if none can do them: without torch, training needs the fleet's
+        graph."""
         able = (e for e in self._limits.engines if e == "torch" or manifest.steps is not None)
         return "" if self._trainer is None else next(able, "")
 
     def lacks(self, manifest: Manifest) -> Blob | None:
-        """The graph with which this device trains, unless it is on the disk or not needed."""
+        """The graph that this device needs for training and does not have on the disk, or None."""
         needed = manifest.steps is not None and self.engine(manifest) == "onnx"
         if not needed or manifest.steps is None or manifest.steps.id == self._here:
             return None
@@ -94,7 +94,7 @@ class TrainJobs:
         self._trainer.submit(Job("train", {**self.header(manifest), "given": per_device}))
 
     def header(self, manifest: Manifest) -> dict[str, Any]:
-        """What every job says: the round, the layout, and where weights, state and samples are."""
+        """The header of every job: the round, the layout, and where weights, state and samples are."""
         data = self._settings.data
         return {
             "boot": self._boot,
@@ -111,7 +111,8 @@ class TrainJobs:
         }
 
     def _count_attempt(self, manifest: Manifest) -> None:
-        """The engine onnx trains in the agent's own process. Raises RoundError after ``ATTEMPTS``."""
+        """Counts the attempts of the engine onnx, which trains in the agent's process. Raises RoundError after
+        ``ATTEMPTS``."""
         path, asked = self._home.folder / "training.json", list(identity(manifest))
         try:
             held = json.loads(storage.read_bytes(path, limit=4096))
@@ -132,7 +133,7 @@ class TrainJobs:
 
 
 def identity(manifest: Manifest) -> Identity:
-    """Two rounds with the same are the same."""
+    """What tells rounds apart: two with the same identity are the same round."""
     return manifest.round, state_key(manifest), manifest.model.model, manifest.train
 
 

@@ -1,4 +1,4 @@
-"""Sources: sensors whose readings become samples of the device, without a program of the user's own. docs/sources.md
+"""Sources: sensors whose readings become the device's samples, without a program by the user. docs/sources.md
 
 ``interface`` is what a source is. ``text_lines`` reads lines of text, for ``command``, ``serial_port`` and ``topic``;
 ``folder`` takes files, ``microphone`` sound, ``camera`` images, ``iio`` sensors of the kernel. ``buttons`` label the

@@ -21,14 +21,14 @@ from fleet_core.board.device_settings import Settings
 from fleet_core.board.source_settings import Button, GpioButton, MqttButton
 
 BOUNCE_S = 0.3
-"""Presses that follow so soon are one."""
+"""Presses within this time count as one."""
 READ_S = 0.5
 FIRST_S, LAST_S = 1.0, 300.0
 END_S = 5.0
 MAX_LABEL = 64
 HINT = "apt install gpiod; gpioinfo lists chips and lines; the agent's user belongs to the group gpio"
 Press = Callable[[str, str], None]
-"""Called with the label, and the name of the source or nothing."""
+"""Called with the label, and the name of the source or an empty text."""
 
 
 class Pressed(Protocol):
@@ -112,7 +112,7 @@ class Buttons:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watches them meanwhile."""
+        """Watches the buttons while the context lasts."""
         for thread in self._threads:
             thread.start()
         try:

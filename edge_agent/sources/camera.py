@@ -1,6 +1,6 @@
 """A camera: images by libcamera's program (``rpicam-vid``), or by OpenCV where it is installed.
 
-They are brought to the fleet's size like images in files (``fleet_core.data.prepare``), when they are stored.
+Images are resized to the fleet's size when they are stored, like images in files (``fleet_core.data.prepare``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fleet_core.board.source_settings import CommandSource
 
 READ_BYTES = 1 << 16
 END_S = 2.0
-"""So long a program has to end when it is asked to."""
+"""Time that a program has to end when it is asked to."""
 MAX_SAID = 400
 
 

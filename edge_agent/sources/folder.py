@@ -18,14 +18,14 @@ from fleet_core.model.layout import InputSpec
 
 KINDS = (".npy", ".csv", ".ndjson", ".jsonl", ".wav", *unlabelled.IMAGES)
 SETTLED_S = 1.0
-"""A file is taken when nothing has written to it for so long."""
+"""A file is taken when nothing has written to it for this time."""
 LOOK_S = 1.0
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 64 << 20
 
 
 class FolderFeed:
-    """Samples of the files in a folder. taken: the file in which the names of those taken are kept. stride: as in
+    """Samples of the files in a folder. taken: the file that lists the names of taken files. stride: as in
     ``unlabelled.load``. Raises SourceError."""
 
     def __init__(
@@ -52,10 +52,10 @@ class FolderFeed:
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file stays open."""
 
     def _files(self) -> list[Path]:
-        """Those that can be read, of the folder and of its subfolders, by name."""
+        """The readable files of the folder and its subfolders, by name."""
         try:
             found = list(self._visible(self._folder))
             for folder in sorted(path for path in self._folder.iterdir() if path.is_dir() and path.name[:1] != "."):

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 256
 
 @dataclass(frozen=True)
 class Channel:
-    """An open file, and what makes the unit's value of the number in it."""
+    """An open file, and the scale and offset that convert its number to the unit."""
 
     name: str
     descriptor: int
@@ -40,7 +40,7 @@ class Channel:
 
 
 class IioFeed:
-    """The readings of a sensor. sleep: waits so many seconds. Raises SourceError."""
+    """The readings of a sensor. sleep: waits for a number of seconds. Raises SourceError."""
 
     def __init__(
         self, source: IioSource, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
@@ -101,7 +101,7 @@ class IioFeed:
                           expected="one of " + ", ".join(known) if known else "a file in_…_raw")
 
     def _number(self, channel: str, what: str, absent: float) -> float:
-        """Of the channel, or of all of its kind (``in_accel_scale`` of ``accel_x``)."""
+        """A value of the channel, or of all channels of its kind (``in_accel_scale`` for ``accel_x``)."""
         for name in (channel, channel.rpartition("_")[0], channel.rstrip("0123456789")):
             with suppress(FileNotFoundError, ValueError):
                 return float((self._folder / f"in_{name}_{what}").read_text())
@@ -109,12 +109,12 @@ class IioFeed:
 
 
 def _readings(rows: list[list[float]], times: list[float]) -> list[Item]:
-    """One item of all, or none."""
+    """All rows as one item; empty without rows."""
     return [Readings(np.array(rows, np.float64), np.array(times, np.float64))] if rows else []
 
 
 def _folder(source: IioSource) -> Path:
-    """The folder of the sensor that has this name, or lies there under it."""
+    """The folder of the sensor with this name; a folder's own name is accepted too."""
     root = Path(source.folder)
     names = {}
     with suppress(OSError):

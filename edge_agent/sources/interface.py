@@ -1,7 +1,7 @@
-"""What a source is: it gives readings, whole samples, and what was lost. ``running`` makes samples of them.
+"""What a source is: it gives readings, whole samples, and notes of losses. ``running`` makes samples of them.
 
-A feed is used by one thread. It opens its sensor when it is made, and raises SourceError, ConfigError or OSError then
-and when the sensor fails; it is closed and made again after that.
+A feed is used by one thread. Its constructor opens the sensor. The constructor and a failing sensor raise SourceError,
+ConfigError or OSError; then the feed is closed and made again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Protocol
 from fleet_core.data.live import Readings, Taken
 
 MAX_BYTES_PER_S = 2 << 20
-"""More is not read from a source; it has to wait."""
+"""A source is read no faster than this."""
 MAX_MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Something came and could not be used, or may be missing: windows end here. why: empty if that is as it should
-    be."""
+    """Data that could not be used, or may be missing: windows end here. why: empty if nothing is wrong."""
 
     why: str = ""
 
@@ -33,8 +32,8 @@ class Feed(Protocol):
     """An open sensor."""
 
     def read(self, timeout_s: float) -> list[Item] | None:
-        """What came, after ``timeout_s`` seconds at the latest; None when nothing more will come. Items hold whole
-        samples, x [*shape] in the shape of the fleet or of what ``prepared`` takes, or readings."""
+        """What has arrived, after ``timeout_s`` seconds at the latest; None when nothing more will come. Items hold
+        whole samples, x [*shape] in the shape of the fleet or of what ``prepared`` takes, or readings."""
 
     def close(self) -> None:
         """Ends the sensor's program or connection."""
@@ -48,7 +47,7 @@ class Pace:
         self._since, self._bytes = clock(), 0
 
     def came(self, size: int) -> None:
-        """Waits if too much came in this second."""
+        """Waits if too many bytes arrived in this second."""
         now = self._clock()
         if now - self._since > 1.0:
             self._since, self._bytes = now, 0

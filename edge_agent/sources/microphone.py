@@ -1,4 +1,4 @@
-"""A microphone, heard by ``arecord`` of alsa-utils, or a .wav file in its place.
+"""A microphone, recorded by ``arecord`` of alsa-utils, or a .wav file in its place.
 
 Sound is read as by ``fleet_core.data.readers.sounds``: channels are averaged, full scale is ±1.
 """
@@ -47,8 +47,7 @@ class MicrophoneFeed:
 
 
 class WaveFeed:
-    """The sound of a .wav file, once. Raises DataError if it is none, SourceError if it has another
-    rate."""
+    """The sound of a .wav file, once. Raises DataError if it is no .wav file, SourceError if it has another rate."""
 
     def __init__(self, source: MicrophoneSource, home: Path):
         path = home / (source.file or "")

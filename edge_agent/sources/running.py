@@ -30,13 +30,13 @@ from fleet_core.model.layout import InputSpec
 FILE = "sources.json"
 READ_S = 0.5
 TOLD_S = 30.0
-"""Counts are written so seldom, to spare a card; what a source does is written at once."""
+"""Interval between writes of the counts, to spare a card; a change of a source's state is written at once."""
 FIRST_S, LAST_S = 1.0, 300.0
 STABLE_S = 60.0
-"""A source that ran so long is opened again after the first wait."""
+"""After it ran for this time, a source that fails is opened again after the first, shortest wait."""
 MAX_SAMPLES_PER_S = 20
 SLACK = 0.9
-"""Of ``every_s``: a sensor's clock is not even."""
+"""Share of ``every_s`` that is enough, because a sensor's clock is not exact."""
 END_S = 5.0
 MAX_WHY = 500
 
@@ -136,8 +136,8 @@ def one_line(error: BaseException) -> str:
 
 
 class Running:
-    """One source, in a thread of its own. changed: called again and again, with whether what it does has changed, or
-    only what it gave."""
+    """One source, in a thread of its own. changed: called repeatedly, with True if the source's state has changed,
+    False if only its counts may have."""
 
     def __init__(
         self, source: Source, name: str, service: Service, home: Path, settings: Settings, log: Callable[[str], None],
@@ -256,7 +256,7 @@ class Running:
         self._kept_at, self.state = sample.time, replace(self.state, kept=self.state.kept + 1)
 
     def _slow_down(self) -> None:
-        """Waits if ``MAX_SAMPLES_PER_S`` were stored in this second: the source has to wait, too."""
+        """Waits if ``MAX_SAMPLES_PER_S`` were stored in this second; so the source must wait, too."""
         now = time.monotonic()
         if now - self._second > 1.0:
             self._second, self._in_second = now, 0
@@ -318,7 +318,7 @@ class Sources:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Runs them meanwhile."""
+        """Runs the sources while the context lasts."""
         for one in self.running:
             one.start()
         try:
@@ -335,7 +335,7 @@ class Sources:
             self._write()
 
     def _write(self) -> None:
-        """A full disk costs the listing, and nothing else."""
+        """Writes the states. An error of the disk is ignored: only the listing is lost."""
         with self._telling:
             self._told = time.monotonic()
             data = json.dumps({one.name: schema.plain(one.state) for one in self.running}, indent=1).encode()

@@ -18,7 +18,7 @@ SPEED_IN, SPEED_OUT = 4, 5  # places in the list of tcgetattr
 
 
 class SerialFeed:
-    """An open port. The first line, which may have begun before, is not read. Raises SourceError, ConfigError."""
+    """An open port. The first line is skipped, because it may be incomplete. Raises SourceError, ConfigError."""
 
     def __init__(self, source: SerialSource, home: Path):
         speed = getattr(termios, f"B{source.baud}", None)
@@ -60,7 +60,7 @@ class SerialFeed:
 
 
 def _make_raw(descriptor: int, speed: int) -> None:
-    """Bytes as they come, 8 bits, no parity, no echo, at this speed."""
+    """Sets the port to raw bytes, 8 bits, no parity, no echo, at this speed."""
     mode = termios.tcgetattr(descriptor)
     mode[0] = termios.IGNBRK
     mode[1] = 0

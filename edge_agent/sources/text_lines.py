@@ -25,12 +25,12 @@ MAX_LINE_BYTES = 1 << 16
 MAX_LABEL = 64
 ABOUT = ("label", "time", "client")
 UNIX_S = 1e9
-"""A time before it is none of day, but of a sensor since it began."""
+"""Smaller times count from the sensor's start, not from 1970."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One reading. time: as the sensor told it; None if it did not."""
+    """One reading. time: the sensor's; None if it gives none."""
 
     values: tuple[float, ...]
     time: float | None = None
@@ -38,7 +38,7 @@ class Row:
 
 
 class TextLines:
-    """Makes items of text. columns: as in ``source_settings.Lines``. partial: the first line may have lost its
+    """Parses text into items. columns: as in ``source_settings.Lines``. partial: the first line may have lost its
     beginning."""
 
     def __init__(self, columns: Sequence[str] = (), *, partial: bool = False, clock: Callable[[], float] = time.time):
@@ -112,7 +112,7 @@ class TextLines:
                 return None
             self._names = self._columns or tuple(f"channel {n}" for n in range(1, len(cells) + 1))
         if cells == self._header:
-            return Lost()  # the program began anew
+            return Lost()  # the program started again
         if len(cells) != len(self._names):
             raise _Unusable(f"a line has {len(cells)} cells; expected {len(self._names)}: {text[:60]}")
         about = dict(zip(self._names, cells, strict=True))
@@ -126,7 +126,7 @@ class TextLines:
         return any(not _is_number(cell) for cell in cells) and len(set(cells)) == len(cells)
 
     def _channels(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that are channels, in order."""
+        """The channels among ``names``, in order."""
         return [name for name in self._columns or names if name not in ABOUT]
 
     # JSON -------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class TextLines:
         return Row(tuple(_value(found[name], name) for name in channels), told, label)
 
     def unix(self, told: float | None) -> float:
-        """The time as Unix seconds: now, if the sensor told none of day."""
+        """The time as Unix seconds: now, if the sensor did not give the time of day."""
         return self._clock() if told is None or told < UNIX_S else told
 
 

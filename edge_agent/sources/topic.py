@@ -35,7 +35,7 @@ class Topic:
         self._link.open()
 
     def read(self, timeout_s: float) -> list[bytes | Lost]:
-        """What came; lost where the connection broke. Raises SourceError if the broker refuses."""
+        """What has arrived, with ``Lost`` where the connection broke. Raises SourceError if the broker refuses."""
         found: list[bytes | Lost] = []
         for event in self._link.poll(timeout_s):
             if isinstance(event, Message) and not event.retain:
@@ -52,7 +52,7 @@ class Topic:
 
 
 class TopicFeed:
-    """Readings of messages: one each, or a line each of several lines. Those that the broker kept are not read."""
+    """Readings of messages: one each, or a line each of several lines. Retained messages are not read."""
 
     def __init__(self, source: MqttSource, home: Path, settings: Settings):
         self._topic, self._text, self._pace = Topic(source, home, settings), TextLines(source.columns), Pace()

@@ -21,7 +21,7 @@ from fleet_core.model.layout import InputSpec
 
 NONE = "there are no sources: [[source]] tables in device.toml, docs/sources.md"
 SHOWN = 3
-"""So many first readings are shown, and so many numbers of each."""
+"""Number of first readings that are shown, and of numbers in each."""
 
 
 @dataclass
@@ -53,14 +53,14 @@ class Tried:
 
     @property
     def wrong(self) -> str:
-        """Why nothing of it can be used; empty if something can."""
+        """Why none of it can be used; empty if some can."""
         nothing = "nothing came" if not (self.readings or self.whole or self.lost) else self.why
         return self.error or ("" if self.samples or (self.readings and not self.lost) else nothing)
 
 
 def command(home: Path, seconds: float | None, as_json: bool) -> None:
-    """Lists the device's sources; with ``seconds`` each is opened for so long. Exit code 1 if one of them gives nothing
-    that can be used. Raises ConfigError, StateError before a model has arrived."""
+    """Lists the device's sources; with ``seconds`` each is opened for that time. Exit code 1 if one of them gives
+    nothing that can be used. Raises ConfigError, StateError before a model has arrived."""
     settings = settings_of(home)
     if seconds is None:
         return _list(home, settings, as_json)
@@ -82,7 +82,7 @@ def tried(
     source: Source, name: str, home: Path, settings: Settings, spec: InputSpec, seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tried:
-    """What the source gives in so many seconds, and less if it ends. Files of a folder are taken again later."""
+    """What the source gives in ``seconds``, or less if it ends. Files of a folder are not marked as taken."""
     found, began = Tried(name, source.kind, fleet_shape=tuple(spec.shape), fleet_hz=spec.rate_hz or None), clock()
     try:
         maker = Maker(source, settings, spec)

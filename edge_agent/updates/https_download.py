@@ -1,4 +1,4 @@
-"""Fetches a file from a plain file server by HTTPS, in a thread; what is there already is not fetched again."""
+"""Fetches a file from a plain file server by HTTPS, in a thread; chunks that are there are not fetched again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AGENT = "metafleet"
 
 
 class HttpsDownload:
-    """Begins at once. ``busy`` until the file is complete, or ``error`` says why it is not. context(): checks the
+    """Starts at once. ``busy`` until the file is complete, or ``error`` says why it is not. context(): checks the
     server's certificate by the system's authorities."""
 
     def __init__(
@@ -33,7 +33,7 @@ class HttpsDownload:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Lets it end at its next chunk; it closes the file then. Returns at once."""
+        """Lets the download end at its next chunk, where it closes the file. Returns at once."""
         self._stop.set()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""A file that arrives in chunks and survives a power cut: which chunks are there is what their hashes say."""
+"""A file that arrives in chunks and survives a power cut: hashes show which chunks are there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PartialFile:
 
     @property
     def first_missing(self) -> int:
-        """The first chunk that is missing; their number when none is."""
+        """The first missing chunk; the number of chunks if none is missing."""
         while self._first_missing < self.blob.n and self._digests[self._first_missing]:
             self._first_missing += 1
         return self._first_missing
@@ -74,13 +74,13 @@ class PartialFile:
         return None if self.complete else self.first_missing // SEGMENT
 
     def take(self) -> bytes:
-        """Nothing: the bytes are in the file. Raises MessageError when the root differs."""
+        """Returns nothing: the bytes are in the file. Raises MessageError if the root differs."""
         if hashlib.sha256(b"".join(self._digests)).hexdigest() != self.blob.root:
             raise MessageError("does not match its root", where=f"blob {self.blob.id}")
         return b""
 
     def finish(self, to: Path) -> None:
-        """The file is on the disk, under its name. Raises StateError, and MessageError when the root differs."""
+        """Puts the file durably under its name ``to``. Raises StateError, and MessageError if the root differs."""
         self.take()
         try:
             os.fsync(self._file.fileno())

@@ -1,6 +1,6 @@
-"""Follows the programs that the fleet announces: fetches one that is for this device, and asks root to install it.
+"""Follows the programs that the fleet announces: fetches one for this device, and asks root to install it.
 
-Where it stands is on the disk, in ``update_folder``; after a power cut or a restart it goes on from there.
+Its progress is on the disk, in ``update_folder``; after a power cut or a restart it continues from there.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FETCHING, INSTALLING, RUNNING, REFUSED = "fetching", "installing", "running", "r
 
 
 def system() -> str:
-    """For which programs must be made, as ``aarch64 3.13``."""
+    """The system that a program must be made for, as ``aarch64 3.13``."""
     return f"{platform.machine()} {sys.version_info[0]}.{sys.version_info[1]}"[:64]
 
 
 class ProgramUpdates:
     """One device's updates. key: the fleet's, as the token gave it. version: of the program that runs. now_ms: Unix ms.
     ``state`` is for the presence; ``changed`` is called when it has changed, ``missing`` when chunks do not come.
-    ``verifier``: of the keys that count now; the agent, which follows the fleet's key, sets it. context(): for https.
+    ``verifier``: of the accepted keys; the agent, which follows the fleet's key, sets it. context(): for https.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ProgramUpdates:
     # What is announced ------------------------------------------------------------------------------------------------
 
     def on_announcement(self, payload: bytes) -> None:
-        """Takes up what is announced; nothing any more for an empty payload. What is refused is told in the presence,
-        unless an update is at work."""
+        """Starts the announced update; an empty payload withdraws it. The presence tells of a refusal, unless an update
+        is in progress."""
         if not payload:
             return self._withdraw()
         try:
@@ -95,11 +95,11 @@ class ProgramUpdates:
         payload = self._folder.announced()
         try:
             return None if payload is None else read_announcement(payload, self.verifier(), self._fleet)[0]
-        except MessageError:  # of another key or fleet: this device was enrolled anew
+        except MessageError:  # of another key or fleet: this device was enrolled again
             return None
 
     def _resume(self) -> None:
-        """What root has answered, or was asked for, before this start."""
+        """Reads what root was asked for, and has answered, before this start."""
         answer, asked = self._folder.answer(), self._folder.asked()
         if answer is not None:
             serial, attempt, outcome, why = answer
@@ -118,7 +118,7 @@ class ProgramUpdates:
         if answer is not None and answer[:2] == key:
             self._tell(answer[2], answer[3], *key)
         elif self._folder.asked() == key:
-            self._asked_at = self._clock() - ASK_AGAIN_S + AFTER_START_S  # the power may have gone before root heard
+            self._asked_at = self._clock() - ASK_AGAIN_S + AFTER_START_S  # after a power cut root may not know of it
             self._tell(INSTALLING, "", *key)
         elif self._version == statement.version:
             self._tell(RUNNING, "", *key)
@@ -129,7 +129,7 @@ class ProgramUpdates:
             self._tell(FETCHING, "", *key)
 
     def _withdraw(self) -> None:
-        """What has come so far stays for another attempt."""
+        """Stops the update; the chunks that have arrived stay for another attempt."""
         self._stop()
         self._current = None
         if self.state.st == FETCHING:
@@ -146,7 +146,7 @@ class ProgramUpdates:
     # Fetch and install ------------------------------------------------------------------------------------------------
 
     def on_chunk(self, blob_id: str, k: int | None, payload: bytes) -> bool:
-        """Whether the chunk was of the program. Raises MessageError, StateError."""
+        """Takes a chunk; returns whether it was the program's. Raises MessageError, StateError."""
         if k is None or self._fetcher.target != blob_id:
             return False
         try:
@@ -174,7 +174,7 @@ class ProgramUpdates:
             return
         self._waits = False
         if self._folder.archive.exists() and self._file is None:
-            self._folder.archive.replace(self._folder.part)  # checked again, as if it had just come
+            self._folder.archive.replace(self._folder.part)  # checked again, as if it had just arrived
         if self._file is None:
             self._file = PartialFile(self._folder.part, found.blob)
         if not self._file.look():
@@ -203,7 +203,7 @@ class ProgramUpdates:
         self._tell(INSTALLING, "", statement.serial, found.attempt)
 
     def _failed(self, error: FleetError) -> None:
-        """Tries again after a growing pause, from what has come."""
+        """Tries again after a growing pause, with the chunks that have arrived."""
         self._stop()
         self._waits = True
         self._backoff.repeat()

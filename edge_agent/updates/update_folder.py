@@ -1,4 +1,4 @@
-"""What the agent leaves for root's ``update.sh``, and what that answers.
+"""The files that the agent leaves for root's ``update.sh``, and the script's answer.
 
     HOME/update/announcement      the last one that was accepted, signed
     HOME/update/program.part      the archive, as far as it has come; complete: program.tar.gz
@@ -26,7 +26,7 @@ OUTCOMES = ("running", "back", "refused")
 
 
 def can_install() -> bool:
-    """Whether root's part is on this device."""
+    """Whether this device has root's script and the fleet's key."""
     return HELPER.exists() and KEY.exists()
 
 
@@ -45,7 +45,7 @@ class UpdateFolder:
         return self._folder / ARCHIVE
 
     def announced(self) -> bytes | None:
-        """The last announcement that was accepted. None for none, or one that cannot be read."""
+        """The last accepted announcement; None if there is none, or it cannot be read."""
         with contextlib.suppress(StateError):
             return storage.read_bytes(self._folder / ANNOUNCEMENT, limit=MAX_ANNOUNCEMENT_BYTES)
         return None
@@ -62,7 +62,7 @@ class UpdateFolder:
         return None
 
     def ask(self, announcement: Announcement, serial: int) -> None:
-        """Asks root to install what is here, once all of it is on the disk. Raises StateError."""
+        """Writes everything to the disk, then asks root to install it. Raises StateError."""
         key = f"{serial} {announcement.attempt}".encode()
         for name, text in announcement.files.items():
             storage.write_atomic(self._folder / name, text.encode(), mode=0o600)
@@ -80,7 +80,7 @@ class UpdateFolder:
         return None
 
     def clear(self) -> None:
-        """Removes what was fetched and is not needed any more."""
+        """Removes fetched files that are no longer needed."""
         for path in (self.part, self.archive):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

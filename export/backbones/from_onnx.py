@@ -34,11 +34,11 @@ MAX_WIDTH = 65_536
 DOMAINS = ("", "ai.onnx", "com.microsoft")
 GOLDEN = 4
 FLOAT_TOLERANCE, INT8_TOLERANCE = 2e-3, 5e-2
-"""Of golden features: kernels of other processors round differently, those of int8 more so."""
+"""Tolerances of golden features: kernels of other processors round differently, those of int8 more so."""
 
 DTYPES = {TensorProto.FLOAT: "float32", TensorProto.UINT8: "uint8", TensorProto.INT64: "int64"}
 FORMER, OWN = "file/", "metafleet/"
-"""Beginnings of the names of what was in the file, and of what is added."""
+"""Prefixes of the names of the file's own values, and of added ones."""
 
 X, Z = "x", "z"
 
@@ -115,7 +115,7 @@ def check(model: onnx.ModelProto, where: str) -> int:
 
 
 def _input_spec(model: onnx.ModelProto, prepared: Preprocessing, where: str) -> InputSpec:
-    """What users send. Raises ConfigError unless the file has one input of samples whose shape is known."""
+    """The samples that users send. Raises ConfigError unless the file has one input of samples whose shape is known."""
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in weights]
     if len(inputs) != 1:

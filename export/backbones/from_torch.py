@@ -24,7 +24,7 @@ from fleet_core.backbone.backbone_file import MAX_BYTES, BackboneFile
 from fleet_core.base.errors import ConfigError
 
 PACKAGES = ("torchvision", "timm")
-"""Those whose models have names here, as ``torchvision:resnet18``."""
+"""Packages whose models have names here, such as ``torchvision:resnet18``."""
 
 CLASSIFIERS = ("fc", "classifier", "heads", "head")
 """The last part of a torchvision model, which tells its own classes apart."""

@@ -1,7 +1,7 @@
 """An int8 backbone, by onnxruntime's static quantization, calibrated with samples of the operator.
 
-Weights are signed with a scale per channel, activations are calibrated by their minimum and maximum (QDQ). What it
-changes is measured against the float backbone, on samples that were not used for calibration.
+Weights are signed with a scale per channel, activations are calibrated by their minimum and maximum (QDQ). The loss is
+measured against the float backbone, on samples that were not used for calibration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 MAX_CALIBRATION, MAX_MEASURED, BATCH = 128, 256, 16
 MAX_DIFFERENCE = 0.25
-"""Of the features' length: a backbone that loses more is refused."""
+"""Share of the features' norm: a backbone that loses more is refused."""
 
 
 def quantized(made: BackboneFile, x: Array) -> BackboneFile:

@@ -18,7 +18,7 @@ from firmware_profiles.package.device_package import FOLDER, File, Package
 from fleet_core.base.errors import FlashError
 
 SPARE_BYTES = 16 << 20
-"""Left free in the root file system."""
+"""Bytes left free in the root file system."""
 
 EXT_NEEDS_RECOVERY = 0x4
 

@@ -52,7 +52,7 @@ class File:
 
 @dataclass(frozen=True)
 class Signing:
-    """Whose key signs what is flashed."""
+    """The fleet and the key that sign flashed programs."""
 
     fleet: str
     signer: Signer = field(repr=False)

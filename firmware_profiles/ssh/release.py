@@ -28,7 +28,7 @@ from fleet_core.protocol import program_statement
 
 VERSION = re.compile(program_statement.VERSION)
 SETTINGS = "metafleet settings 1"
-"""The first line of what is signed of a device's settings."""
+"""The first line of the signed text about a device's settings."""
 UNITS = "/etc/systemd/system"
 GROUP = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 DEVICE_TOML = f"{systemd_unit.STATE}/device.toml"
@@ -83,11 +83,11 @@ class Release:
 
     @property
     def statement(self) -> bytes:
-        """What the fleet's key signs of the program and of ``prepare``. Raises FlashError."""
+        """The signed statement of the program and of ``prepare``. Raises FlashError."""
         return self.signing.statement(self.program, {"prepare": self.prepare.encode()})
 
     def sign_settings(self, run: str, data: bytes) -> bytes:
-        """What the fleet's key signs of a tar of settings, for one run alone."""
+        """The signed text about a tar of settings, valid for one run only."""
         digest = hashlib.sha256(data).hexdigest()
         return self.signing.signer.sign(f"{SETTINGS}\ndevice {self.device}\nrun {run}\nsha256 {digest}\n".encode())
 

@@ -24,7 +24,7 @@ def bucket(device: str) -> int:
 
 
 def order(devices: Iterable[str]) -> list[str]:
-    """Devices in closing order."""
+    """Devices in closing order: by bucket, then by name."""
     return sorted(devices, key=lambda name: (bucket(name), name))
 
 

@@ -1,7 +1,7 @@
-"""The rules of a method on the arrays that move in a round; duals, moments and all else of the others stay as they are.
+"""Applies a method's rules to the arrays that move in a round; the state of frozen arrays stays as it is.
 
-A round with frozen arrays is one of the method on a smaller model, so that every identity that holds for all arrays
-holds for those that move: the mean of all duals, array by array, is the server's, whichever arrays a round froze.
+A round with frozen arrays is a round on a smaller model, so every identity that holds for all arrays holds for those
+that move: array by array, the server's dual is the mean of all duals, whichever arrays a round froze.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleet_core.base.moving import Moving
 
 
 def part_of(state: ClientState, moving: Moving) -> ClientState:
-    """The arrays that move, of every role: what a rule gets."""
+    """The state that a rule gets: of every role, the arrays that move."""
     return {role: moving.of(tree) for role, tree in state.items()}
 
 
@@ -30,8 +30,8 @@ def completed(state: ClientState, before: ClientState, moving: Moving) -> Client
 def apply(
     rule: ServerRule, state: ServerState, updates: Iterable[Update], members: int, hyper: Any, moving: Moving
 ) -> ServerState:
-    """``rule.apply`` on the arrays that move, which are all that ``updates`` have; the others stay as in ``state``. A
-    served model that is the training model stays so."""
+    """``rule.apply`` on the arrays that move, the only ones in ``updates``; the others stay as in ``state``. If the
+    served model is the training model, it still is afterwards."""
     if moving.everything:
         return rule.apply(state, updates, members, hyper)
     part = replace(

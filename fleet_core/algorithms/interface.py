@@ -118,7 +118,7 @@ class LocalSgd:
     augment: str = one_of("none", AUGMENTATIONS)
 
     def unread(self, method: Method) -> dict[str, str]:
-        """{setting: why} of those that do nothing in ``method`` with these values."""
+        """{setting: why} of the settings that do nothing in ``method`` with these values."""
         return {}
 
 
@@ -146,7 +146,7 @@ class ClientRule:
 class ServerRule:
     """The aggregator half. Subclasses override what they need. serves: what the served model is, for planned costs:
     the training ``model``, the ``mean`` of members' models (the training model while every member takes part), or
-    ``another``. sums: ``apply`` needs of the updates their sum or mean alone, so that a robust one may take its place
+    ``another``. sums: ``apply`` needs only the sum or mean of the updates, which a robust one may replace
     (``fleet_core.robust``)."""
 
     serves: ClassVar[str] = "model"

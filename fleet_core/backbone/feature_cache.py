@@ -48,8 +48,8 @@ class FeatureCache:
         return found
 
     def put(self, new: Mapping[bytes, Array], asked: Collection[bytes]) -> None:
-        """Stores features. asked: the keys that are in use; when the file is full, others are dropped, and what does
-        not fit then is not stored. Raises StateError."""
+        """Stores features. asked: the keys that are in use; when the file is full, others are dropped, and features
+        that still do not fit are not stored. Raises StateError."""
         made = np.zeros(len(new), self._record)
         for row, (key, z) in enumerate(new.items()):
             made[row] = (key, _crc(key, z), z)

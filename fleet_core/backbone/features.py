@@ -32,8 +32,8 @@ QUOTA_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Features:
-    """Makes features of raw samples. path: the backbone's file; what is measured and cached stays beside it. named:
-    providers that the board's profile names. threads: of onnxruntime. quota: bytes of cached features."""
+    """Turns raw samples into features. path: the backbone's file; measurements and cached features lie beside it.
+    named: providers that the board's profile names. threads: of onnxruntime. quota: bytes of cached features."""
 
     path: Path
     backbone: Backbone
@@ -60,7 +60,7 @@ class Features:
         rows = {key: row for row, key in enumerate(keys) if key not in known}
         if rows:
             new = dict(zip(rows, self.of(x[list(rows.values())]), strict=True))
-            with suppress(StateError):  # a full disk costs time alone
+            with suppress(StateError):  # a full disk costs only time
                 cache.put(new, keys)
             known |= new
         return np.stack([known[key] for key in keys])

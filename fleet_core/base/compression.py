@@ -28,8 +28,8 @@ MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compress(data: bytes | memoryview, level: int | None = None, *, dictionary: bytes = b"") -> bytes:
-    """level: zstd's, for text; without one as suits weights. dictionary: bytes that the data resembles; whoever
-    decompresses the frame must have them."""
+    """level: zstd's, for text; None: settings for weights. dictionary: bytes that the data resembles; decompressing the
+    frame needs them too."""
     if level is None:
         return zstd.compress(data, options=OPTIONS)
     return zstd.compress(data, level, zstd_dict=_dictionary(dictionary))

@@ -15,7 +15,7 @@ MIRRORED = ("rates", "control")
 @dataclass(frozen=True)
 class Moving:
     """frozen: "group/name" of the model's arrays that do not move. An array of ``MIRRORED`` moves with the one that it
-    mirrors; whatever is no array of the model (a margin, say) always does."""
+    mirrors; anything else that is no array of the model (such as a margin) always moves."""
 
     frozen: frozenset[str] = frozenset()
 

@@ -91,8 +91,8 @@ class Power:
 
 @dataclass(frozen=True)
 class Radio:
-    """kind: of the link to the broker; where it is left out, that of the interface with the default route. j_per_byte:
-    of a byte sent or received, in place of the profile's and of the default for the kind."""
+    """kind: of the link to the broker; if left out, that of the interface with the default route. j_per_byte: of a byte
+    sent or received, in place of the profile's and of the default for the kind."""
 
     kind: str | None = field(default=None, metadata={"choices": ("wifi", "lte", "ethernet")})
     j_per_byte: float | None = field(default=None, metadata={"min": 0, "max": 1})
@@ -165,16 +165,16 @@ class Unlabelled:
 class Demands:
     """How the fleet must protect this device's updates; it trains in no round that protects them less.
 
-    secure_aggregation: the aggregator gets sums alone. noise_multiplier: at least so much noise, in multiples of the
-    clip, which the device itself adds; 0: none.
+    secure_aggregation: the aggregator gets only sums. noise_multiplier: the least noise that the device itself adds, in
+    multiples of the clip; 0: none.
     """
 
     secure_aggregation: bool = False
     noise_multiplier: float = field(default=0.0, metadata={"min": 0, "max": 1e9})
 
     def unmet(self, *, secure: bool, noise: float) -> str:
-        """What is demanded and not offered, or empty. secure: whether there is secure aggregation. noise: the
-        multiplier in the mode ``local``, else 0."""
+        """The unmet demand in words, or empty. secure: whether there is secure aggregation. noise: the multiplier in
+        the mode ``local``, else 0."""
         if self.secure_aggregation and not secure:
             return "it demands secure aggregation"
         if noise < self.noise_multiplier:

@@ -75,7 +75,7 @@ class Limits:
     engines: tuple[str, ...] = ("torch",)
 
     def refuses(self, parameters: int) -> str:
-        """Why a model with so many parameters is not trained here, or empty."""
+        """Why a model with this many parameters is not trained here, or empty."""
         if not self.train:
             return self.why
         if self.max_parameters is not None and parameters > self.max_parameters:

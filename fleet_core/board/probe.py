@@ -1,4 +1,4 @@
-"""Reads what the present machine has; what the system does not tell is None."""
+"""Reads what the present machine has; None for what the system does not report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The tables ``[[source]]`` and ``[[button]]`` of device.toml: sensors whose readings become samples, and what labels
-them. docs/sources.md
-"""
+"""The tables ``[[source]]`` and ``[[button]]`` of device.toml: sensors whose readings become samples, and buttons that
+label them. docs/sources.md """
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ PATH: Mapping[str, Any] = MappingProxyType({"max_length": 4096})
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What all kinds have.
+    """The settings of every kind.
 
     name: in listings; left out, the kind. stride: readings between the starts of two windows; left out, that of
     ``[data]``, or no overlap. rate_hz: readings a second of the sensor, which are resampled to to_hz, or, left out, to
-    the fleet's rate. gain, offset: of each channel, or one of all: value * gain + offset. every_s: at most one sample
-    without a label is kept in so many seconds; 0: all.
+    the fleet's rate. gain, offset: one for each channel, or one for all: value * gain + offset. every_s: seconds in
+    which at most one sample without a label is kept; 0: all are kept.
     """
 
     kind: str
@@ -38,15 +37,15 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Source):
-    """Readings in lines of text: CSV, with or without a header, or JSON. columns: those that are channels, in the
-    fleet's order; where there are no names, what the cells are. ``label`` and ``time`` are no channels."""
+    """Readings in lines of text: CSV, with or without a header, or JSON. columns: names of the columns that are
+    channels, in the fleet's order; without a header, names of all cells. ``label`` and ``time`` are not channels."""
 
     columns: tuple[str, ...] = field(default=(), metadata=WORDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSource(Lines):
-    """command: a program and its arguments, run in the device's folder; what it prints are readings."""
+    """command: a program and its arguments, run in the device's folder; it prints readings."""
 
     command: tuple[str, ...] = field(metadata=PATH)
 
@@ -87,8 +86,8 @@ class FolderSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class MicrophoneSource(Source):
-    """device: ALSA's name of it (``arecord -L``). rate_hz: at which it is recorded. channels: which are averaged. file:
-    a .wav file that is heard in its place."""
+    """device: ALSA's name of it (``arecord -L``). rate_hz: at which it is recorded. channels: they are averaged. file:
+    a .wav file to read in its place."""
 
     device: str = "default"
     rate_hz: float = field(default=16_000.0, metadata={"min": 1000, "max": 192_000})
@@ -98,9 +97,9 @@ class MicrophoneSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class CameraSource(Source):
-    """by: ``rpicam`` (libcamera's programs, with Pillow) or ``opencv``; ``auto``: the one that is there. camera: its
-    number. width, height: at which images are taken, before they are brought to the fleet's size; left out, 640 by 480,
-    or the fleet's size if it takes no other. every_s: from one image to the next."""
+    """by: ``rpicam`` (libcamera's programs, with Pillow) or ``opencv``; ``auto``: the one that is installed. camera:
+    its number. width, height: at which images are taken, before they are brought to the fleet's size; left out, 640 by
+    480, or the fleet's size if it takes no other. every_s: from one image to the next."""
 
     by: str = field(default="auto", metadata={"choices": ("auto", "rpicam", "opencv")})
     camera: int = field(default=0, metadata={"min": 0, "max": 255})
@@ -157,8 +156,8 @@ S = TypeVar("S", bound=Source)
 
 
 def names_of(sources: Sequence[Source]) -> list[str]:
-    """Of each source: its own, or its kind, with a number if it is not the first of that name. Raises ConfigError for
-    a name that two have."""
+    """The name of each source: its own, or its kind, with a number if it is not the first of that name. Raises
+    ConfigError for a name that two sources have."""
     names: list[str] = []
     for source in sources:
         if source.name and source.name in names:
@@ -172,7 +171,7 @@ def names_of(sources: Sequence[Source]) -> list[str]:
 
 
 def check(sources: Sequence[Source], buttons: Sequence[Button], where: str) -> None:
-    """Raises ConfigError for names of sources that are not there, or there twice, and for commands that are empty."""
+    """Raises ConfigError for missing or repeated names of sources, and for empty commands."""
     try:
         names = names_of(sources)
     except ConfigError as error:

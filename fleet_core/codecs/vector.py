@@ -1,4 +1,4 @@
-"""Arrays as one vector, in the order of their names: both sides know it, so it is not sent."""
+"""Arrays as one vector, in the order of their names, which both sides know, so that it is not sent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Cuts samples from readings as they come, with the bits that the readers of files give for the same readings.
+"""Cuts samples from readings as they arrive, with the same bits that the file readers give for the same readings.
 
-A window has one label and no gap in time, as in ``fleet_core.data.readers.windows``. The usual step, which a file's
-reader knows from the whole file, is here the median of the last ``STEPS`` steps. Sound is cut as by ``sound.windows``.
+A window has one label and no gap in time, as in ``fleet_core.data.readers.windows``. The usual step is the median of
+the last ``STEPS`` steps; a file's reader takes it from the whole file. Sound is cut as by ``sound.windows``.
 
 n: readings. C: channels.
 """
@@ -24,13 +24,13 @@ from fleet_core.model.layout import InputSpec
 
 GAP = 1.5  # usual steps, as in files
 STEPS = 100
-KNOWN_STEPS = 5  # before so many there is no usual step
+KNOWN_STEPS = 5  # with fewer there is no usual step
 
 
 @dataclass(frozen=True, eq=False)
 class Readings:
     """Readings in their order. values: float64 [n, C]. time: float64 [n], Unix seconds. labels: one for each, empty
-    for none; None: none has one. timed: the sensor told the time, so that gaps in it count."""
+    for none; None: none has one. timed: the times are the sensor's, so gaps in them count."""
 
     values: NDArray[np.float64]
     time: NDArray[np.float64]
@@ -50,8 +50,8 @@ class Taken:
 @dataclass(frozen=True)
 class Cutting:
     """stride: readings, after resampling, between the starts of two windows; None: no overlap. rate_hz: readings a
-    second that come. to_hz: readings a second of the samples; 0: as the fleet says. If one is not known, nothing is
-    resampled. gain, offset: of each channel, or one of all, applied to what comes: value · gain + offset."""
+    second that arrive. to_hz: readings a second of the samples; 0: the fleet's. If one is not known, nothing is
+    resampled. gain, offset: of each channel, or one for all, applied first: value · gain + offset."""
 
     stride: int | None = None
     rate_hz: float = 0.0
@@ -85,7 +85,7 @@ class Cutter:
 
     def more(self, readings: Readings) -> list[Taken]:
         """Takes readings and returns the samples that are complete. Raises DataError for readings of other channels, or
-        that are not finite: none of them is taken."""
+        that are not finite, and takes none of them."""
         values = self._calibrated(readings)
         made: list[Taken] = []
         for first, end, anew in self._stretches(readings):
@@ -96,8 +96,8 @@ class Cutter:
         return made
 
     def end(self) -> list[Taken]:
-        """Ends the stretch: readings that come now are in other windows than those before. Returns the samples that
-        its last readings make: of sound, windows that are at least half full."""
+        """Ends the stretch: no window has readings from before and after it. Returns the samples of its last readings:
+        for sound, windows that are at least half full."""
         if self._resampler is not None and self._came:
             rest = self._resampler.last(np.empty((0, self.channels), np.float32))
             self._hold(rest, np.empty(0))
@@ -113,7 +113,7 @@ class Cutter:
     def _reset(self) -> None:
         self._held = np.empty((0, self.channels), np.float32)
         self._times = np.empty(0)
-        self._next = 0  # where in ``_held`` the next window begins; may lie behind its end
+        self._next = 0  # where in ``_held`` the next window begins; may lie beyond its end
         self._came = self._made = self._resampled = 0
         self._began = 0.0
 

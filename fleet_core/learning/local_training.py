@@ -188,8 +188,8 @@ def embed(model: nn.Module, params: Params, x: Samples) -> Samples:
 
 @contextlib.contextmanager
 def flushed() -> Iterator[None]:
-    """Within it this thread treats subnormal numbers (below 1.2e-38) as zero, if the processor supports it. On x86 they
-    slow down gradients that vanish along a sequence (``benchmarks/simulation/subnormals.py``)."""
+    """While the context lasts, this thread treats subnormal numbers (below 1.2e-38) as zero, if the processor supports
+    it. On x86 they slow down gradients that vanish along a sequence (``benchmarks/simulation/subnormals.py``)."""
     before = float(torch.tensor(1e-40) * 1.0) == 0
     torch.set_flush_denormal(True)
     try:

@@ -27,7 +27,6 @@ def token_in(path: Path) -> str:
 
 
 def shown(authorization: str, token: str) -> bool:
-    """Whether the header ``Authorization`` shows ``token``; in a time that does not depend on how much of it is
-    right."""
+    """Whether the header ``Authorization`` shows ``token``; takes the same time however much of it is right."""
     kind, _, given = authorization.partition(" ")
     return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())

@@ -1,8 +1,8 @@
 """Counts the bytes of a link: MQTT bytes at the socket, and wire bytes from the kernel.
 
 Wire bytes come from Linux's ``TCP_INFO`` (kernel ≥ 4.19), also under TLS: TCP payload including retransmissions, plus
-one IP and TCP header per segment. So do the bytes that this end sent again (``tcpi_bytes_retrans``, TCP payload); what
-the broker sent again only its own kernel knows. On other systems both are None.
+one IP and TCP header per segment. So do the bytes that this end sent again (``tcpi_bytes_retrans``, TCP payload); only
+the broker's kernel knows what the broker sent again. On other systems both are None.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def of_this_machine(*more: str) -> tuple[str, ...]:
 def is_ours(host: str, names: Collection[str]) -> bool:
     """Whether ``host``, the header's value, is an IP address or one of ``names``, with or without a port.
 
-    A page elsewhere can point its own name at this machine, but an address it cannot point anywhere. names: lower case.
+    A web page elsewhere can point its own name at this machine, but it cannot redirect an address. names: lower case.
     """
     name, colon, port = host.rpartition(":")
     if not colon or not port.isdecimal() or host.endswith("]"):

@@ -103,7 +103,8 @@ class Link(Protocol):
 def send(
     link: Link, topic: str, payload: bytes, log: Callable[[str], None], *, retain: bool = False, qos: int = 1
 ) -> None:
-    """Publishes what the protocol repeats if it is lost: nothing while offline, and an error is only logged."""
+    """Publishes a message that the protocol repeats if it is lost: does nothing while offline, and only logs an
+    error."""
     if link.connected:
         try:
             link.publish(topic, payload, retain=retain, qos=qos)

@@ -189,7 +189,7 @@ class Session:
                 self._subscribing[identifier] = [pattern for pattern, _ in batch]
 
     def _options(self, wanted: Subscription) -> Any:
-        """As paho takes them for the session's version."""
+        """The subscription's options in paho's form for the session's version."""
         if self._version == 5:
             return SubscribeOptions(qos=wanted.qos, retainAsPublished=wanted.as_published)
         return wanted.qos
@@ -262,8 +262,8 @@ class Session:
                 self._reason += self._largest_in_flight()
 
     def _largest_in_flight(self) -> str:
-        """mosquitto refuses a publish over its ``message_size_limit`` with a reason code that MQTT does not allow
-        there, on which paho ends the connection. The largest publish in flight is the likely cause."""
+        """The likely cause of a broken connection: mosquitto refuses a publish over its ``message_size_limit`` with a
+        reason code that MQTT does not allow there, and paho then ends the connection."""
         largest = _largest(self._in_flight.values())
         return f" {largest.topic} with {len(largest.payload)} bytes was in flight: perhaps over the broker's limit"
 

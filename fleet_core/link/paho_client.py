@@ -109,7 +109,7 @@ class CountingClient(paho.Client):
 
 
 def tcp_socket_of(sock: Any) -> socket.socket | None:
-    """The socket that paho gives to its callbacks; under a WebSocket that which carries it."""
+    """The TCP socket under the one that paho gives to its callbacks, which may be a WebSocket."""
     found = getattr(sock, "_socket", sock)
     return found if isinstance(found, socket.socket) else None
 

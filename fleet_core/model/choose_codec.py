@@ -1,11 +1,11 @@
-"""``codec = "auto"``: which codec a round uses each way, from what the rounds before it measured.
+"""``codec = "auto"``: chooses a round's codec up and down from what earlier rounds measured.
 
-Each way has a ladder of codecs, the dearest first. A run begins with the dearest and goes a step down where it can, a
-step up where it must. ``choose`` depends on its arguments alone: fleet and simulation choose the same, and a restarted
-aggregator chooses the same again.
+Each direction has a ladder of codecs, the one with the most bytes first. A run begins with that one, goes a step down
+when it can and a step up when it must. ``choose`` depends only on its arguments: fleet, simulation and a restarted
+aggregator choose the same.
 
-That a training run can bear more compression later than at its beginning is the finding of Agarwal et al., "Adaptive
-Gradient Communication via Critical Learning Regime Identification", MLSys 2021; their rule needs gradients.
+Agarwal et al., "Adaptive Gradient Communication via Critical Learning Regime Identification", MLSys 2021, found that
+training bears more compression later than at its beginning; their rule needs gradients.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from fleet_core.codecs.kinds.registry import CODECS
 AUTO = "auto"
 WAYS = ("up", "down")
 LADDERS = {"up": ("int8", "int4", "topk-10"), "down": ("int8", "int4", "ternary")}
-"""From dear to cheap. Up, ``ternary`` is no better than ``topk-10`` and sends as much or more; ``topk-1`` costs
+"""From most to fewest bytes. Up, ``ternary`` is no better than ``topk-10`` and sends as much or more; ``topk-1`` costs
 macro-F1 (benchmarks/cost)."""
 MOST_LEFT = {"up": 1.5, "down": 0.7}
-"""Of ``Past.left``. Down, ``ternary`` leaves out half of a move or more, and ``topk-1`` more than this."""
+"""The most that ``Past.left`` may be. Down, ``ternary`` leaves out half of a move or more, and ``topk-1`` more than
+this."""
 WINDOW = 5
-"""Rounds whose mean loss is compared with that of as many before."""
+"""Rounds whose mean loss is compared with that of as many rounds before them."""
 RISE, ERRORS = 0.1, 2.0
-"""The loss has risen where it is higher by this share and by this many standard errors: the rounds of a small cohort
-differ in their loss."""
+"""The loss has risen if it is higher by more than this share and this many standard errors, because the loss of a small
+cohort varies between rounds."""
 STAY = 3
 """Rounds with a codec before a cheaper one is tried."""
 REST, LONGEST_REST = 10, 80
-"""Rounds before a codec that was left for a dearer one is tried again; each further time doubles them."""
+"""Rounds before a codec that was given up is tried again; doubled each further time."""
 LOOK_BACK = 5 * LONGEST_REST
 """Rounds of the past that ``choose`` looks at."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """One way of a closed round. loss: mean over its devices. left: norm of what decoding left out, over that of the
-    model's move. Up: mean norm over the devices, over the move that the round made. Down: over the move that was sent.
-    Each None where it is not known."""
+    """One direction of a closed round. loss: mean over its devices. left: norm of what decoding left out, over that of
+    the model's move. Up: mean norm over the devices, over the move that the round made. Down: over the move that was
+    sent. Each is None if unknown."""
 
     codec: str
     loss: float | None
@@ -51,7 +52,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Choice:
-    """A round's codec one way. reason: one sentence with the figures."""
+    """A round's codec in one direction. reason: one sentence with the figures."""
 
     codec: str
     reason: str
@@ -68,18 +69,18 @@ def possible(way: str, wanted: str, keeps: Collection[str]) -> tuple[str, ...]:
 
 
 def ladder(way: str, keeps: Collection[str]) -> tuple[str, ...]:
-    """The codecs to choose from, the dearest first, without those that miss with these states."""
+    """The codecs to choose from, without those with which methods that keep these states miss the minimum."""
     return tuple(name for name in LADDERS[way] if not CODECS[name].remarks(way, keeps))
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """The same bits in any order; None without values."""
+    """The mean of the known values, with the same bits in any order; None without any."""
     known = [value for value in values if value is not None]
     return mean(known) if known else None
 
 
 def backlog(norms: Iterable[float | None], move: float) -> float | None:
-    """``Past.left`` of updates. norms: of what each device left out, None where it does not say."""
+    """``Past.left`` of updates. norms: of what each device left out, None if it does not say."""
     known = mean_of_known(norms)
     return known / move if known is not None and 0 < move < math.inf else None
 
@@ -115,7 +116,7 @@ def _worse(way: str, past: Sequence[Past]) -> str:
 
 
 def rise(losses: Sequence[float]) -> str:
-    """How the mean loss of the last ``WINDOW`` rounds is above that of as many before; empty where it is not."""
+    """Says how far the mean loss of the last ``WINDOW`` rounds is above that of as many before; empty if it is not."""
     before, after = losses[-2 * WINDOW : -WINDOW], losses[-WINDOW:]
     if len(before) < WINDOW:
         return ""
@@ -126,20 +127,20 @@ def rise(losses: Sequence[float]) -> str:
 
 
 def _error(losses: Sequence[float]) -> float:
-    """Standard error of their mean; finite also where a square is not."""
+    """Standard error of the mean; finite even if a square is not."""
     count = len(losses)
     return math.dist(losses, [mean(losses)] * count) / math.sqrt(count * (count - 1))
 
 
 def _well(way: str, past: Sequence[Past]) -> str:
-    """The figures, where nothing is worse."""
+    """The figures in words, when nothing has become worse."""
     left, change = past[-1].left, _change(_losses(past))
     said = [] if left is None else [f"left out {left:.2g} of the model's move, at most {MOST_LEFT[way]:g}"]
     return ", ".join([*said, f"loss went {change}"] if change else said) or "no figures yet"
 
 
 def _losses(past: Sequence[Past]) -> list[float]:
-    """Of the last ``2 * WINDOW`` rounds; empty where one is not known."""
+    """The losses of the last ``2 * WINDOW`` rounds; empty if one is unknown."""
     known = [one.loss for one in past[-2 * WINDOW:] if one.loss is not None]
     return known if len(known) == 2 * WINDOW else []
 
@@ -150,7 +151,7 @@ def _change(losses: Sequence[float]) -> str:
 
 
 def _since(past: Sequence[Past]) -> int:
-    """How many of the last rounds had the last one's codec."""
+    """For how many rounds the present codec has been used."""
     return next((k for k, one in enumerate(reversed(past)) if one.codec != past[-1].codec), len(past))
 
 

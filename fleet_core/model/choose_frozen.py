@@ -1,15 +1,15 @@
-"""``freeze = "auto"``: which arrays rest in a round, from how far each moved in the rounds before it.
+"""``freeze = "auto"``: chooses the arrays to freeze in a round from how far each moved in earlier rounds.
 
-An array whose moves have become small against what they were is frozen. Now and then a round is a probe: all arrays
-move, and those whose move is not small any more go on. After a probe that found every array at rest the next one comes
-later, after another it comes sooner. ``Schedule`` follows from closed rounds alone: fleet and simulation freeze the
-same, and a restarted aggregator does again.
+An array is frozen when its moves have become small compared with its largest ones. Now and then a round is a probe: all
+arrays move, and those whose move is no longer small stay unfrozen. If a probe finds every array at rest, the next one
+comes later, else sooner. ``Schedule`` depends only on closed rounds: fleet, simulation and a restarted aggregator
+freeze the same.
 
 After Chen, Xu, Wang, Li, Li, Chen, Zhang, "Communication-Efficient Federated Learning with Adaptive Parameter
 Freezing", ICDCS 2021: freezing for a while and probing, additive increase and multiplicative decrease of that while.
-There a value is at rest where its moves cancel each other over a window; here an array is, where the norm of its moves
-has fallen, which needs no memory of the size of the model. That layers settle one after another: Brock et al.,
-"FreezeOut", 2017.
+There a value is at rest if its moves cancel out over a window; here an array is at rest if the norm of its moves has
+fallen, which needs no memory of the size of the model. Layers settle one after another: Brock et al., "FreezeOut",
+2017.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from fleet_core.base.moving import EVERYTHING, Moving
 from fleet_core.model.choose_codec import WINDOW, rise
 
 SMALL, AGAIN = 0.2, 0.4
-"""An array is at rest where the mean of its last ``WINDOW`` moves is at most ``SMALL`` of the largest such mean so far.
-It moves again where its move in a probe is above ``AGAIN`` of that."""
+"""An array is at rest if the mean of its last ``WINDOW`` moves is at most ``SMALL`` of the largest such mean so far. It
+is unfrozen if its move in a probe is above ``AGAIN`` of that."""
 REST, LONGEST_REST = 10, 100
-"""Rounds until the first probe. After one that found all at rest it takes as many more, after another half as many."""
+"""Rounds until the first probe. After a probe that found all at rest, the interval grows by as many; else it is
+halved."""
 LISTED = 4
-"""Arrays that a reason names."""
+"""The most arrays that a reason names."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a round trains. reason: one sentence with the figures; empty where patterns alone decide."""
+    """What a round trains. reason: one sentence with the figures; empty if only patterns decide."""
 
     moving: Moving = EVERYTHING
     reason: str = ""
 
 
 def next_arrays(selected: Moving, sent: Collection[str], schedule: Schedule | None) -> Chosen:
-    """Of the next round. selected: by patterns. sent: the arrays of the model that the method sends. schedule: None
-    for none. One array that is sent moves always, also where the patterns are others than before."""
+    """What the next round trains. selected: by patterns. sent: the arrays of the model that the method sends. schedule:
+    None for none. At least one array that is sent always moves, even if the patterns have changed."""
     if schedule is None:
         return Chosen(selected)
     frozen, reason = schedule.choice()
@@ -53,10 +54,10 @@ def next_arrays(selected: Moving, sent: Collection[str], schedule: Schedule | No
 
 @dataclass(frozen=True)
 class Schedule:
-    """After the closed rounds so far. moves: array -> norms of its last moves, the newest last, ``WINDOW`` at most.
-    largest: mean of ``WINDOW`` moves. frozen: the arrays at rest. rest: rounds from one probe to the next. waited:
-    rounds since the last one, or since some array is at rest. losses: of the last rounds. why: what the last round
-    changed."""
+    """The state after the closed rounds so far. moves: array -> norms of its last moves, the newest last, ``WINDOW`` at
+    most. largest: the largest mean of ``WINDOW`` moves. frozen: the arrays at rest. rest: rounds from one probe to the
+    next. waited: rounds since the last one, or since some array is at rest. losses: of the last rounds. why: what the
+    last round changed."""
 
     moves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     largest: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Schedule:
         return self.frozen, "; ".join(filter(None, (self.why, state if self.frozen else "none at rest")))
 
     def after(self, moved: Mapping[str, float], loss: float | None) -> Schedule:
-        """After one more closed round. moved: norm of the move of every array that was sent."""
+        """The schedule after one more closed round. moved: norm of the move of every array that was sent."""
         probed, losses = self.probes, (*self.losses, *([] if loss is None else [loss]))[-2 * WINDOW :]
         if self.frozen and self.waited >= WINDOW and (risen := rise(losses)):
             return Schedule(dict.fromkeys(self.moves, ()), self.largest, why=f"{risen}: all move again")
@@ -92,7 +93,7 @@ class Schedule:
         return after._probed(moved) if probed else after._settled(means)
 
     def _probed(self, moved: Mapping[str, float]) -> Schedule:
-        """After a probe: those that move again do so with a new window."""
+        """The schedule after a probe: arrays that move again start a new window."""
         again = {n: share for n in sorted(self.frozen & moved.keys()) if (share := self._share(n, moved[n])) > AGAIN}
         if not again:
             longer = min(self.rest + REST, LONGEST_REST)
@@ -102,7 +103,7 @@ class Schedule:
                        why=f"move again after the probe, by the share of their largest move: {_told(again)}")
 
     def _settled(self, means: Mapping[str, float]) -> Schedule:
-        """Freezes what has come to rest; one array moves always."""
+        """Freezes the arrays that have come to rest, except one, so that one always moves."""
         small = {n: share for n in sorted(means.keys() - self.frozen) if (share := self._share(n, means[n])) <= SMALL}
         if small and self.moves.keys() <= self.frozen | small.keys():
             del small[max(small, key=lambda name: small[name])]

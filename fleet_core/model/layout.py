@@ -46,7 +46,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen network that makes features of raw samples; the model's input are these features.
+    """A frozen network that turns raw samples into features, which are the model's input.
 
     id: the first 32 hex digits of the sha256 of its file (``fleet_core.backbone.backbone_file``). name: of what it was
     made from, for people. input: a raw sample. width: features of a sample.
@@ -76,8 +76,8 @@ class TensorSpec:
 class Layout:
     """model: a name in ``fleet_core.learning.models`` or ``package.module:build``. options: its keyword arguments.
     classes: names in the order of the labels; empty with a task. embedding: width D of the representation that Proto
-    compares. backbone: what makes the model's input of raw samples; None for a model that takes raw samples itself.
-    task: what the model answers if it is not one of ``classes``."""
+    compares. backbone: computes the model's input from raw samples; None for a model that takes raw samples. task: what
+    the model answers if it is not one of ``classes``."""
 
     model: str = field(metadata={"max_length": 200})
     input: InputSpec
@@ -125,7 +125,7 @@ class Layout:
         return replace(self, tensors=(*self.tensors, *more)) if more else self
 
     def part(self, moving: Moving) -> Layout:
-        """This layout with those arrays alone that move."""
+        """This layout with only the arrays that move."""
         if moving.everything:
             return self
         return replace(self, tensors=tuple(t for t in self.tensors if moving.has(t.group, t.name)))
@@ -136,7 +136,7 @@ class Layout:
         return tuple(f"{t.group}/{t.name}" for t in self.tensors if t.group in MODEL_GROUPS)
 
     def places(self, moving: Moving) -> str | None:
-        """What moves as messages say it: places in ``keys``, ``0-3,7``; None for everything."""
+        """The moving arrays in the form of messages: places in ``keys``, ``0-3,7``; None for everything."""
         if moving.everything:
             return None
         return chunks.as_ranges([k for k, key in enumerate(self.keys) if key not in moving.frozen])

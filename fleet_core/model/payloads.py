@@ -32,8 +32,9 @@ def encode(name: str, params: Params, seed: Seed = (0,)) -> bytes:
 
 
 def encode_whole(params: Params, seed: int, others: int = 0) -> tuple[str, bytes]:
-    """(codec, bytes) of float32 weights, exact, that a device decodes without other weights. seed: of the fleet, which
-    is enough for weights that were drawn from it. others: number of values of the model that are not among them."""
+    """(codec, bytes) of float32 weights, exact, which a device decodes without other weights. seed: of the fleet; for
+    weights that were drawn from it only the seed is sent. others: number of values of the model that are not among
+    them."""
     for name in DRAWN if others else (DrawnWeights.name,):
         with contextlib.suppress(CodecError):
             return name, encode(name, params, (seed, others))
@@ -65,8 +66,8 @@ def max_bytes(name: str, layout: Layout, groups: tuple[str, ...]) -> int:
 @dataclass(frozen=True)
 class Sent:
     """An encoded update. decoded: what the receiver decodes. residual: what the sender adds to its next update, or
-    None. error: own − decoded of a codec without feedback, which the sender's state has to follow; or None. left: norm
-    of what the codec left out, None where it was not used. codec: the name of the one that was."""
+    None. error: own − decoded of a codec without feedback, for which the sender's state must be corrected; or None.
+    left: norm of what the codec left out; None for a note. codec: the name of the codec that was used."""
 
     data: bytes
     decoded: Params
@@ -80,9 +81,9 @@ def send(
     name: str, own: Params, residual: Params | None, layout: Layout, groups: tuple[str, ...], seed: Seed = (0,),
     least_norm: float = 0.0,
 ) -> Sent:
-    """Encodes an update. The residual of earlier updates is added first, whatever codec left it. If the norm is then
-    below ``least_norm`` nothing is sent but a note, and all of it is the next residual, whatever the codec: as the
-    server counts zero, what it lacks is what the residual owes, as with any codec that has feedback."""
+    """Encodes an update. The residual of earlier updates is added first, whichever codec left it. If the norm is then
+    below ``least_norm``, only a note is sent, and the whole update is the next residual, whatever the codec: the server
+    counts zero, so the residual holds exactly what the server lacks, as with any codec that has feedback."""
     form = codec(name)
     intended = own if residual is None else trees.add(own, residual)
     if norm(intended) < least_norm:
@@ -102,19 +103,19 @@ def withheld(intended: Params) -> Sent:
 
 
 def norm(params: Params) -> float:
-    """Euclidean norm; infinite where a square is."""
+    """Euclidean norm; infinite if a square is."""
     with np.errstate(over="ignore"):
         return float(trees.norm(params))
 
 
 def relative(part: Params, whole: Params) -> float | None:
-    """The norm of ``part`` over that of ``whole``; None where no finite number comes out."""
+    """The norm of ``part`` over that of ``whole``; None if that is not finite."""
     above, below = norm(part), norm(whole)
     return above / below if below > 0 and math.isfinite(above) and math.isfinite(below) else None
 
 
 def apply_delta(base: Params, delta: Params) -> dict[str, dict[str, Any]]:
-    """base + delta in float32; an array that the delta lacks stays. Aggregator and devices both compute it and must get
+    """base + delta in float32; arrays that the delta lacks stay. Aggregator and devices both compute it and must get
     the same bits."""
     return trees.merged(base, trees.apply(
         lambda d, b: (np.asarray(b, dtype=np.float32) + np.asarray(d, dtype=np.float32)).astype(np.float32), delta, base

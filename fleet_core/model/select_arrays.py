@@ -1,4 +1,4 @@
-"""``[train]``: which arrays of the model rounds train, by patterns; and which methods allow that."""
+"""``[train]``: selects by patterns the arrays that rounds train, and says which methods allow that."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def refusal(method: Method) -> str:
 
 
 def moving_of(section: TrainSection, layout: Layout, method: Method, text: str = "", where: str = "") -> Moving:
-    """What moves by the section's patterns. text, where: of its file, for messages. Raises ConfigError with every
-    mistake."""
+    """The arrays that the section's patterns select. text, where: of its file, for messages. Raises ConfigError with
+    every mistake."""
     moving, problems = selected(section.only, layout, method)
     if problems:
         told = (located(problem, text, where) if text else str(problem) for problem in problems)
@@ -58,7 +58,7 @@ def moving_of(section: TrainSection, layout: Layout, method: Method, text: str =
 
 
 def check(section: TrainSection, method: Method) -> Iterator[Problem]:
-    """What can be said without the layout."""
+    """The mistakes that can be found without the layout."""
     why = refusal(method)
     if why and section.only:
         yield Problem("train.only", f"{method.name} {why}")
@@ -67,7 +67,7 @@ def check(section: TrainSection, method: Method) -> Iterator[Problem]:
 
 
 def selected(only: Sequence[str], layout: Layout, method: Method) -> tuple[Moving, list[Problem]]:
-    """What moves with these patterns, and every mistake in them."""
+    """(the arrays that these patterns select, every mistake in them)."""
     if not only:
         return EVERYTHING, []
     own = [t for t in layout.tensors if t.group in MODEL_GROUPS]

@@ -1,14 +1,14 @@
-"""Updates that would move nothing: below which norm a device sends a note instead.
+"""Small updates are skipped: computes the norm below which a device sends a note instead.
 
 The measure is the mean norm of the updates of the last ``WINDOW`` rounds, as the aggregator decoded them; a skipped one
-counts as zero. It falls as a fleet converges, so that nothing stays unsent for good, and it falls where many devices
-skip, so that no round stays without updates for long. The aggregator computes it from the last checkpoint and signs the
-norm for all devices of a round. A skipped update counts as one of zero; its device keeps it as residual.
+counts as zero. It falls as a fleet converges, so that no update stays unsent forever, and it falls when many devices
+skip, so that rounds do not stay without updates for long. The aggregator computes it from the last checkpoint and signs
+the norm for all devices of a round. A skipped update counts as zero; its device keeps it as residual.
 
-That a device need not send what changes little against the recent moves of the model is the rule of Chen, Giannakis,
-Sun, Yin, "LAG: Lazily Aggregated Gradient for Communication-Efficient Distributed Learning", NeurIPS 2018, eq. 7a;
-there the server uses the device's last gradient again. Here its dual or its residual takes that place. The norm of the
-mean update, which is theirs, is far below that of each device's where devices differ, and hardly any would be skipped.
+Chen, Giannakis, Sun, Yin, "LAG: Lazily Aggregated Gradient for Communication-Efficient Distributed Learning", NeurIPS
+2018, eq. 7a: a device need not send what is small compared with the recent moves of the model. There the server uses
+the device's last gradient again; here the device's dual or residual takes that place. Their measure is the norm of the
+mean update. If devices differ, it is far below the norm of each device's update, and hardly any would be skipped.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FACT = "update_norms"
 
 
 def is_note(codec: str) -> bool:
-    """Whether what came in this codec is the note of a device that sends no update."""
+    """Whether this codec is that of the note of a device that sends no update."""
     return codec == NOTHING.name
 
 
 def least_norm(share: float, facts: Mapping[str, str]) -> float:
-    """Updates of a smaller norm are not sent in the round after the checkpoint with these facts; 0: all are."""
+    """The norm below which updates are not sent in the round after the checkpoint with these facts; 0: all are sent."""
     norms = _norms(facts)
     return share * fmean(norms) if share and norms else 0.0
 
 
 class Measured(Iterable[Update]):
-    """``updates`` of a round as they are, and the norm of each that has passed, unless ``share`` is 0."""
+    """Passes on a round's ``updates`` unchanged and notes the norm of each, unless ``share`` is 0."""
 
     def __init__(self, updates: Iterable[Update], share: float):
         self._updates, self._share = updates, share
@@ -51,7 +51,7 @@ class Measured(Iterable[Update]):
             yield update
 
     def facts(self, before: Mapping[str, str]) -> dict[str, str]:
-        """The checkpoint's facts after the round. The same bits whatever the order of the updates."""
+        """The checkpoint's facts after the round, with the same bits for any order of the updates."""
         kept = {key: value for key, value in before.items() if key != FACT}
         if not self._norms:
             return kept

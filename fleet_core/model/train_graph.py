@@ -11,8 +11,8 @@ Parameters are inputs ``group/name``, so one session takes every step. Further i
 | fedproto | ``x`` ``y`` ``total`` ``count`` | ``loss`` |
 
 and ``gradient/group/name`` for each parameter. Samples are raw [N, *shape], labels int64 [N] for any N; ``classes`` is
-int64 [K], of which only the length counts: the graph is one for any number of classes and of samples of each. The graph
-``product`` takes a direction ``along/group/name`` beside what the entropy takes, and has the outputs
+int64 [K], of which only the length counts: one graph serves any number of classes and of samples of each. The graph
+``product`` takes a direction ``along/group/name`` beside the inputs of the entropy, and has the outputs
 ``product/group/name``, the Hessian times the direction.
 
 Container: ``graph/train``, ``graph/product`` uint8 [bytes]; ``golden/x``, ``golden/y`` of ``golden_inputs``, and
@@ -108,7 +108,7 @@ class TrainGraph:
         return self.layout.shapes(LOSSES[self.info.loss])
 
     def outputs(self, kind: str) -> list[str]:
-        """Of the graph ``kind``, in order."""
+        """The outputs of the graph ``kind``, in order."""
         if kind == "product":
             return [f"product/{key}" for key in self.parameters]
         more = ["own"] if self.info.loss == "metavers" else []

@@ -1,4 +1,4 @@
-"""Tells whether what a device sees has moved away from what it was personalized on; no labels are needed.
+"""Detects without labels that a device's samples have moved away from those that it was personalized on.
 
 Each answered sample has two measures from its embedding and the class means: its squared distance to the nearest mean,
 and its margin, how sure the nearest mean makes it: (d₂ − d₁) / (d₂ + d₁) of its two smallest distances. A measure's
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 SLACK, LIMIT = 1.0, 30.0
 LEAST, MOST = 20, 1000
-"""Samples that a reference needs, and has at most."""
+"""The fewest and the most samples of a reference."""
 NAMES = ("drift_distance", "drift_margin")
 BATCH = 256
 
@@ -94,7 +94,7 @@ def _two_sided(values_n: Array, known_m: Array) -> Array:
 
 @dataclass(frozen=True)
 class Sums:
-    """The cumulative sums after ``answered`` samples. moved_at: how many had been answered when a sum first passed
+    """The cumulative sums after ``answered`` samples. moved_at: number of samples answered when a sum first passed
     ``LIMIT``; 0: none has."""
 
     distance: float = 0.0
@@ -107,7 +107,8 @@ class Sums:
         return self.moved_at > 0
 
     def after(self, surprise_n2: Array, slack: float = SLACK, limit: float = LIMIT) -> Sums:
-        """These sums after more samples, as ``Reference.surprise`` gives them. Once moved they stay so."""
+        """These sums after more samples, as ``Reference.surprise`` gives them. ``moved_at`` never changes again once it
+        is set."""
         distance, margin, answered, moved_at = self.distance, self.margin, self.answered, self.moved_at
         for one, other in surprise_n2:
             distance, margin = (max(0.0, old + float(new) - 1 - slack)

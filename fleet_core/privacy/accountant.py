@@ -1,8 +1,8 @@
 """Epsilon of rounds, by Google's dp-accounting (Rényi divergences of the Gaussian mechanism).
 
 Neighbours are two fleets in which one device holds other samples, whatever they are; its clipped update may differ by
-2 C, and noise of z C is z / 2 of that. Papers whose neighbours differ in whether a device is there at all state about
-half of this epsilon.
+2 C, and noise of z C is z / 2 of that. If neighbours differ by the presence of a device, as in some papers, epsilon is
+about half of this.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Rounds = Mapping[float, int]
 
 
 class Accountant:
-    """Epsilon for a delta. sampled: (n, N) where the n devices of each round are drawn from N anew, and nobody who sees
-    the model knows which. Raises ConfigError where dp-accounting is not installed."""
+    """Epsilon for a delta. sampled: (n, N) if each round draws n of N devices, unknown to everyone who sees the model.
+    Raises ConfigError if dp-accounting is not installed."""
 
     def __init__(self, delta: float, sampled: tuple[int, int] | None = None):
         self._delta, self._sampled, self._library = delta, sampled, _library()
         self._known: dict[tuple[tuple[float, int], ...], float] = {}
 
     def epsilon(self, rounds: Rounds) -> float:
-        """Of a device that took part in ``rounds``."""
+        """Epsilon of a device that took part in ``rounds``."""
         key = tuple(sorted((noise, count) for noise, count in rounds.items() if count))
         if key not in self._known:
             self._known[key] = self._composed(key) if key else 0.0
@@ -45,20 +45,20 @@ class Accountant:
 
 
 class Spent:
-    """What the devices of a fleet have spent."""
+    """The epsilon that the devices of a fleet have spent."""
 
     def __init__(self, accountant: Accountant):
         self._accountant = accountant
         self._rounds: dict[str, Counter[float]] = {}
 
     def add(self, devices: Iterable[str], noise: float) -> None:
-        """A round in which ``devices`` were asked."""
+        """Counts a round that asked ``devices``."""
         for name in devices:
             self._rounds.setdefault(name, Counter())[noise] += 1
 
     @property
     def epsilon(self) -> float:
-        """Of the device that has spent most."""
+        """Epsilon of the device that has spent most."""
         return max(map(self._accountant.epsilon, self._rounds.values()), default=0.0)
 
     @property
@@ -67,13 +67,13 @@ class Spent:
         return max((sum(rounds.values()) for rounds in self._rounds.values()), default=0)
 
     def after_another(self, noise: float) -> float:
-        """``epsilon`` if that device is asked in another round."""
+        """``epsilon`` if every device is asked in one more round."""
         known = [Counter[float](), *self._rounds.values()]
         return max(self._accountant.epsilon(rounds + Counter([noise])) for rounds in known)
 
 
 def check_installed() -> None:
-    """Raises ConfigError where dp-accounting is not installed."""
+    """Raises ConfigError if dp-accounting is not installed."""
     if importlib.util.find_spec("dp_accounting") is None:
         raise ConfigError("epsilon needs dp-accounting, which is not installed", where="privacy.mode",
                           hint='pip install "metafleet[privacy]"')

@@ -1,13 +1,13 @@
-"""The rule: an update is scaled down to norm C, and Gaussian noise of standard deviation z C hides it.
+"""Differential privacy: an update is scaled down to norm C, and Gaussian noise of standard deviation z C hides it.
 
 McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018, Algorithm 1
 (``central``); the same mechanism before anything leaves the device is ``local``. Both clip the whole update, over all
-arrays that are sent. What follows the noise (codec, error feedback, duals, the server rule) computes with what is
-noised already, so it reveals nothing more.
+arrays that are sent. Everything after the noise (codec, error feedback, duals, the server rule) uses only noised
+values, so it reveals nothing more.
 
 The noise is made from a stream of ChaCha20, whose key is the operating system's in a fleet and a function of the run's
-seed in a simulation. It is float64 until it is added; the weakness of floating-point noise (Mironov 2012) is not
-mended.
+seed in a simulation. It is float64 until it is added; there is no defence against the weakness of floating-point noise
+(Mironov 2012).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Normal:
 
 @dataclass(frozen=True)
 class Private:
-    """What is done to one update. noise: z, 0 for none. key: of the noise, for this update alone."""
+    """Clips and noises one update. noise: z, 0 for none. key: of the noise, used for this update only."""
 
     clip: float
     noise: float
     key: bytes
 
     def of(self, update: Params) -> dict[str, dict[str, Any]]:
-        """The update of norm C at most, with noise, in float32."""
+        """The update, scaled down to norm C and noised, in float32."""
         made = clipped(update, self.clip)
         if self.noise:
             made = noised(made, self.noise * self.clip, self.key)
@@ -68,8 +68,8 @@ class Private:
 
 
 class NoisedSum(Iterable[Update]):
-    """A round's ``updates``, each of norm ``clip`` at most, the first with the noise of their sum. Any number of
-    passes give the same."""
+    """A round's ``updates``, each scaled down to norm ``clip``, the first with the noise of their sum. Every pass gives
+    the same values."""
 
     def __init__(self, updates: Iterable[Update], clip: float, noise: float, key: bytes):
         self._updates, self._clip, self._noise, self._key = updates, clip, noise, key
@@ -83,8 +83,8 @@ class NoisedSum(Iterable[Update]):
 
 
 def clipped(update: Params, clip: float) -> dict[str, dict[str, Any]]:
-    """The update in float64, scaled down to a norm of ``clip`` if it is longer. Unlike ``trees.clip``, one with a value
-    that is no number becomes that everywhere, so that nothing unbounded leaves."""
+    """The update in float64, scaled down to a norm of ``clip`` if it is longer. Unlike ``trees.clip``, an update with a
+    NaN becomes NaN everywhere, so that no unbounded value leaves the device."""
     wide = trees.apply(lambda array: np.asarray(array, np.float64), update)
     length = math.sqrt(sum(float(np.vdot(a, a)) for named in wide.values() for a in named.values()))
     return wide if length <= clip else trees.apply(lambda array: array * (clip / length), wide)

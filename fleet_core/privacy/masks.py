@@ -1,8 +1,8 @@
 """Masks that cancel in a sum: each pair of devices adds and subtracts the same numbers, modulo 2^16 or 2^32.
 
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, Figure 4, its masks:
-y_i = x_i + PRG(b_i) + sum over j > i of PRG(s_ij) - sum over j < i of PRG(s_ij). Values are whole numbers of a
-scale that all devices share, so their sum is exact. Who gets which share of which key: ``secure_sum``.
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, the masks of Figure
+4: y_i = x_i + PRG(b_i) + sum over j > i of PRG(s_ij) - sum over j < i of PRG(s_ij). Values are whole multiples of a
+scale that all devices share, so their sum is exact. ``secure_sum`` says who gets which share of which key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 
 def bits_for(devices: int) -> int:
-    """16 or 32: the fewest in which the sum of so many devices does not wrap."""
+    """16 or 32: the fewest bits in which the sum over this many devices does not wrap."""
     return 16 if devices * LARGEST < 1 << 15 else 32
 
 
@@ -32,7 +32,7 @@ def dtype(bits: int) -> Any:
 
 
 def stream(key: bytes, count: int, bits: int) -> Array:
-    """Unsigned [count] of a key of 32 bytes, by ChaCha20; a key is used for one round."""
+    """Unsigned [count] from a key of 32 bytes, by ChaCha20; a key is used for one round."""
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(count * bits // 8)), dtype=dtype(bits))
 

@@ -1,4 +1,5 @@
-"""The aggregator's side of secure aggregation (``secure_sum``): what it asks devices for, and their sum."""
+"""The aggregator's side of secure aggregation (``secure_sum``): it asks devices for each step and computes their
+sum."""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ from fleet_core.protocol.secure_messages import Revealed, SealedShares, SecureSt
 
 @dataclass
 class Collector:
-    """The aggregator in one session. ``keys``: device -> those that it advertised. ``senders``: those that shared, once
-    ``start_masking`` was called. ``there``: of these, those whose masked update is summed, once ``start_unmasking``
-    was."""
+    """The aggregator in one session. ``keys``: device -> its advertised keys. ``senders``: the devices that shared, set
+    by ``start_masking``. ``there``: the senders whose masked update is summed, set by ``start_unmasking``."""
 
     session: Session
     authority: Authorities
@@ -35,7 +35,7 @@ class Collector:
 
     @property
     def phase(self) -> str:
-        """keys, shares, masked or unmask: what devices are waited for."""
+        """keys, shares, masked or unmask: what the aggregator waits for."""
         if self.there:
             return "unmask"
         return "masked" if self.senders else "shares" if self.graph else "keys"
@@ -43,7 +43,8 @@ class Collector:
     # What devices send ------------------------------------------------------------------------------------------------
 
     def add_keys(self, device: str, keys: SignedKeys, now: datetime.datetime) -> None:
-        """Raises MessageError for keys that are not the device's. Those that come too late are left."""
+        """Takes a device's keys, and ignores them if they come too late. Raises MessageError for keys that are not the
+        device's."""
         if keys.device != device:
             raise MessageError(f"keys of {keys.device}", where=device)
         if not self.graph:
@@ -67,24 +68,24 @@ class Collector:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def start_sharing(self) -> None:
-        """No more devices join. Raises MessageError for too few."""
+        """Ends the step in which devices join. Raises MessageError if too few have joined."""
         least = self.session.rules.least
         if len(self.keys) < least:
             raise MessageError(f"{len(self.keys)} devices sent keys", expected=f"{least} or more")
         self.graph = neighbours(self.keys, self.session.rules.session, self.session.rules.neighbours)
 
     def start_masking(self) -> None:
-        """Those that have shared go on. Raises MessageError for too few."""
+        """Continues with the devices that have shared. Raises MessageError if they are too few."""
         self._check(self.shares, len(self.keys), "shared")
         senders, before = set(self.shares), 0
-        while len(senders) != before:  # a device without enough neighbours goes no further, and its neighbours lose one
+        while len(senders) != before:  # a device without enough neighbours drops out, and its neighbours lose one
             before = len(senders)
             senders = {name for name in senders if 1 + len(senders & {*self.graph[name]}) >= self._least(name)}
         self._check(senders, len(self.keys), "shared and have enough neighbours that did")
         self.senders = frozenset(senders)
 
     def start_unmasking(self, received: Iterable[str]) -> None:
-        """received: devices whose masked update is here. Raises MessageError where their sum cannot be had."""
+        """received: devices whose masked update is here. Raises MessageError if their sum cannot be unmasked."""
         there = self.senders & {*received}
         self._check(there, len(self.senders), "sent a masked update")
         for owner in self.senders:
@@ -96,7 +97,7 @@ class Collector:
         self.there = there
 
     def step(self, device: str) -> SecureStep | None:
-        """What ``device`` is asked for now, or None."""
+        """The present request to ``device``, or None."""
         session, around = self.session.rules.session, self.graph.get(device, ())
         if self.phase == "shares" and device in self.graph:
             return SecureStep(session, "peers", peers=tuple(self.keys[name] for name in around))
@@ -113,12 +114,12 @@ class Collector:
 
     @property
     def complete(self) -> bool:
-        """Whether what was revealed gives the sum."""
+        """Whether enough shares were revealed for the sum."""
         return self.phase == "unmask" and all(len(self._held(name)) >= self._threshold(name) for name in self._owners)
 
     def total(self, masked: Iterable[Array]) -> Array:
         """int64 [count]: the sum of the values of all that are ``there``. masked: their masked updates, in any order.
-        Raises MessageError where shares or updates are not what they should be."""
+        Raises MessageError for shares or updates that do not follow the protocol."""
         bits, total, devices = self.session.rules.bits, np.zeros(0, masks.dtype(self.session.rules.bits)), 0
         for one in masked:
             total, devices = (one.copy() if not devices else total + one), devices + 1
@@ -144,14 +145,14 @@ class Collector:
 
     @property
     def _owners(self) -> list[str]:
-        """Those of whom a secret is needed."""
+        """The devices of which a secret is needed."""
         return sorted(name for name in self.senders if name in self.there or self.there & {*self.graph[name]})
 
     def _threshold(self, name: str) -> int:
         return self.session.needed(len(self.graph[name]) + 1)
 
     def _least(self, name: str) -> int:
-        """Of a device and its neighbours, those that must be there."""
+        """How many of a device and its neighbours must be there."""
         return self.session.least(len(self.graph[name]) + 1)
 
     def _check(self, names: Collection[str], of: int, what: str) -> None:

@@ -36,8 +36,8 @@ class Identity:
 
 
 class Participant:
-    """A device in one session. Its secrets are in memory alone, and end with it. A step that comes twice gets the same
-    answer; one that differs from the first of its kind is refused, as one that comes too early."""
+    """A device in one session. Its secrets are only in memory, and end with it. A repeated step gets the same answer; a
+    step that differs from the first of its kind, or comes too early, is refused."""
 
     def __init__(self, session: Session, identity: Identity):
         self.session, self._identity = session, identity
@@ -54,7 +54,7 @@ class Participant:
         return self._identity.name
 
     def keys(self) -> SignedKeys:
-        """Advertise."""
+        """Advertise: the signed public keys."""
         unsigned = SignedKeys(
             self.session.rules.session, self.name, public(self._mask_key), public(self._box_key),
             certificates.certificate_text(self._identity.certificate), "",
@@ -64,7 +64,8 @@ class Participant:
     def seal(
         self, peers: Collection[SignedKeys], authority: Authorities, now: datetime.datetime
     ) -> SealedShares:
-        """Share. Raises MessageError for too few peers and for keys that are not their device's."""
+        """Share: the sealed shares for ``peers``. Raises MessageError for too few peers and for keys that are not their
+        device's."""
         given = {keys.device: keys for keys in peers}
         if self._sealed is not None:
             if given != self._peers:
@@ -87,7 +88,7 @@ class Participant:
         return self._sealed
 
     def mask(self, boxes: Mapping[str, str], values: Array) -> Array:
-        """y_i, unsigned, of whole numbers int8 [count]. Raises MessageError."""
+        """Mask: y_i, unsigned [count], from whole numbers int8 [count]. Raises MessageError."""
         if self._sealed is None or not boxes.keys() <= self._peers.keys():
             raise MessageError("shares of devices that are no neighbours", where=self.name)
         if self._boxes is not None:
@@ -103,7 +104,8 @@ class Participant:
         return masked
 
     def reveal(self, asked: SecureStep) -> Revealed:
-        """Unmask. Raises MessageError where what is asked could tell more than a sum of enough devices."""
+        """Unmask: the shares that are asked for. Raises MessageError if they could reveal more than a sum of enough
+        devices."""
         if self._revealed is not None:
             if asked != self._revealed[0]:
                 raise MessageError("another sum of updates that were revealed in one already", where=self.name)
@@ -129,7 +131,7 @@ class Participant:
         return certificates.encoded(ChaCha20Poly1305(key).encrypt(NONCE, text, None))
 
     def _opened(self, sender: str, box: str) -> bytes:
-        """Empty for a box that its sender did not seal: the others' shares must do."""
+        """The shares in a box; empty if its sender did not seal it: the other holders' shares must suffice."""
         key = self.session.pair(self._box_key, self._peers[sender].box, "box", sender, self.name)
         try:
             text = ChaCha20Poly1305(key).decrypt(NONCE, certificates.decoded(box), None)

@@ -1,4 +1,4 @@
-"""Secure aggregation: the aggregator gets the sum of its devices' values and no single device's. What both sides share.
+"""Secure aggregation: the aggregator gets the sum of its devices' values, not their values. Shared by both sides.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, Figure 4, with the
 graph of Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020, Algorithm 2: a
@@ -37,7 +37,7 @@ Authorities = x509.Certificate | tuple[x509.Certificate, ...]
 
 @dataclass(frozen=True)
 class Session:
-    """What both sides know of one attempt to sum a round: the rules are those of the signed manifest."""
+    """One attempt to sum a round, as both sides know it. rules: from the signed manifest."""
 
     fleet: str
     round: int
@@ -47,11 +47,11 @@ class Session:
         return "/".join((self.fleet, str(self.round), self.rules.session, *words)).encode()
 
     def needed(self, holders: int) -> int:
-        """Of so many holders, those whose shares give the secret: more than half."""
+        """How many of the holders' shares give the secret: more than half."""
         return math.ceil(self.rules.threshold * holders)
 
     def least(self, holders: int) -> int:
-        """Of so many holders, those that must be there for a sum."""
+        """How many of the holders must be there for a sum."""
         return max(self.needed(holders), self.rules.least)
 
     def pair(self, own: X25519PrivateKey | bytes, other: str, *words: str) -> bytes:
@@ -63,12 +63,13 @@ class Session:
 
 
 def to_sign(session: Session, keys: SignedKeys) -> bytes:
-    """What the key of a device's certificate signs."""
+    """The bytes that the key of a device's certificate signs."""
     return session.context("keys", keys.device, keys.mask, keys.box)
 
 
 def check_keys(session: Session, keys: SignedKeys, authority: Authorities, now: datetime.datetime) -> None:
-    """Raises MessageError unless the named device signed them for this session, by a certificate of an authority."""
+    """Raises MessageError unless the named device signed the keys for this session, with a certificate of an
+    authority."""
     if keys.session != session.rules.session:
         raise MessageError("keys of another session", where=keys.device)
     public = certificates.issued_to(keys.certificate, keys.device, authority, now)
@@ -77,8 +78,8 @@ def check_keys(session: Session, keys: SignedKeys, authority: Authorities, now: 
 
 
 def neighbours(names: Collection[str], session: str, count: int) -> dict[str, tuple[str, ...]]:
-    """Device -> those with which it has a mask: all others, or the ``count`` (even) nearest on a ring in an order that
-    the session's random id decides (Harary graph, Bell et al., Algorithm 1)."""
+    """Device -> the devices with which it has a mask: all others, or the ``count`` (even) nearest on a ring in an order
+    that the session's random id decides (Harary graph, Bell et al., Algorithm 1)."""
     if not count or count >= len(names) - 1:
         ring = sorted(names)
         return {name: tuple(other for other in ring if other != name) for name in ring}
@@ -88,7 +89,7 @@ def neighbours(names: Collection[str], session: str, count: int) -> dict[str, tu
 
 
 def place(name: str) -> int:
-    """Where a holder's share is on Shamir's polynomial."""
+    """The place of a holder's share on Shamir's polynomial."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest(), "big") + 1
 
 

@@ -1,4 +1,4 @@
-"""``[privacy]``: how much updates may reveal of a device's samples; and which settings that goes together with."""
+"""``[privacy]``: how much updates may reveal of a device's samples, and which settings conflict with that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet_core.robust import settings as robust
 NONE, LOCAL, CENTRAL = "none", "local", "central"
 MODES = (NONE, LOCAL, CENTRAL)
 SPARSE = 100
-"""Neighbours in a larger cohort (docs/privacy.md)."""
+"""Neighbours of a device in a larger cohort (docs/privacy.md)."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +51,25 @@ class PrivacySection:
         return self.mode != NONE
 
     def max_update_norm(self, wanted: float | None) -> float | None:
-        """The constant bound of a norm, None for the adaptive one. With central noise it is constant: whether an update
-        is used may not depend on those of others; and with secure aggregation, where no norm is known."""
+        """The constant bound of a norm, None for the adaptive one. It is constant with central noise, because the use
+        of an update must not depend on other updates, and with secure aggregation, because no norm is known."""
         constant = self.mode == CENTRAL or self.secure_aggregation
         return robust.CEILING if wanted is None and constant else wanted
 
     @property
     def exponent(self) -> int:
-        """Of the smallest power of two of which 127 reach ``range``."""
+        """The exponent of the smallest power of two that reaches ``range`` when multiplied by 127."""
         return max(-60, min(60, math.ceil(math.log2(self.range / LARGEST))))
 
     def neighbours_of(self, devices: int) -> int:
-        """0 for all others."""
+        """A device's neighbours in a cohort of ``devices``; 0 for all others."""
         return self.neighbours or (SPARSE if devices > SPARSE + 1 else 0)
 
 
 def check(
     section: PrivacySection, method: Method, hyper: Any, *, auto: bool, skip_below: float, rule: str
 ) -> Iterator[Problem]:
-    """What does not go together with the section. auto: a codec is chosen by round. rule: the robust rule."""
+    """The conflicts of the section with other settings. auto: a codec is chosen by round. rule: the robust rule."""
     if not section.on:
         return
     key, name, mode = "privacy.mode", method.name, section.mode
@@ -103,7 +103,7 @@ def check_secure(
     section: PrivacySection, method: Method, hyper: Any, *, up: str, skip_below: float, rule: str,
     max_update_norm: float | None,
 ) -> Iterator[Problem]:
-    """What does not go together with secure aggregation. up: the codec of updates. rule: the robust rule."""
+    """The conflicts of secure aggregation with other settings. up: the codec of updates. rule: the robust rule."""
     if not section.secure_aggregation:
         return
     key, name = "privacy.secure_aggregation", method.name
@@ -134,7 +134,7 @@ def check_secure(
 
 
 def remark(section: PrivacySection, rule: str) -> str:
-    """What users may not expect of the section, or empty."""
+    """A consequence of the section that users may not expect, or empty."""
     if section.mode == LOCAL and rule != robust.NONE:
         return (f"the robust rule {rule} sees updates with noise, which hides small lies as it hides samples; see "
                 "docs/privacy.md")

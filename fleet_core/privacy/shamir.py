@@ -1,4 +1,4 @@
-"""Shamir's secret sharing of 32-byte secrets: any ``threshold`` shares give the secret, fewer tell nothing of it.
+"""Shamir's secret sharing of 32-byte secrets: any ``threshold`` shares give the secret, fewer reveal nothing.
 
 Shamir, "How to Share a Secret", CACM 1979. The field is that of the prime 2^521 − 1, which is above every secret.
 """
@@ -27,8 +27,7 @@ def split(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, by
 
 
 def join(shares: Mapping[int, bytes]) -> bytes:
-    """The secret of ``threshold`` or more shares. Raises ValueError where they are not of one secret, as far as that
-    shows."""
+    """The secret of ``threshold`` or more shares. Raises ValueError if they are visibly not of one secret."""
     value = 0
     for at, share in shares.items():
         above = below = 1

@@ -2,7 +2,7 @@
 
 ``messages`` encodes and decodes JSON, also with the words of ``dictionary-1.txt``; ``round_messages``,
 ``device_messages`` and ``secure_messages`` define the messages; ``topics`` are their MQTT topics. ``chunks`` cuts blobs
-and reassembles them, ``chain_message`` lists deltas. ``signing`` signs manifests, ``succession`` is how devices follow
-to another key, ``program_statement`` is what is signed of a program, ``certificates`` and ``enrolment_token``
+and reassembles them, ``chain_message`` lists deltas. ``signing`` signs manifests, ``succession`` leads devices to a new
+key, ``program_statement`` describes a signed program, ``certificates`` and ``enrolment_token``
 identify devices, ``cohort`` selects who takes part in a round. Imports ``base`` only.
 """

@@ -25,10 +25,10 @@ PublicKey = ec.EllipticCurvePublicKey
 
 MAX_FILE_BYTES = 1 << 16
 BACK_DATED = datetime.timedelta(days=1)
-"""A certificate is valid from that long before it is made."""
+"""A certificate is valid from this long before it is made."""
 SIGNED_WITH = ec.ECDSA(hashes.SHA256())
 MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion)
-"""What cryptography raises for bytes that are no certificate and no request."""
+"""The errors that cryptography raises for bytes that are neither a certificate nor a request."""
 
 
 # Keys -----------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def serial_of(certificate: x509.Certificate) -> str:
 
 
 def authority_id(certificate: x509.Certificate) -> str:
-    """Of an authority's key, 40 hex digits (RFC 5280, method 1)."""
+    """The id of an authority's key, 40 hex digits (RFC 5280, method 1)."""
     return x509.SubjectKeyIdentifier.from_public_key(certificate.public_key()).digest.hex()
 
 
@@ -181,12 +181,13 @@ def all_in(data: bytes, where: str) -> list[x509.Certificate]:
 
 
 def renewal_to_sign(fleet: str, serial: str, request: bytes) -> bytes:
-    """What the key of the present certificate signs to get the next: the request, bound to fleet and serial number."""
+    """The bytes that the present certificate's key signs to get the next: the request, bound to fleet and serial
+    number."""
     return f"renew {fleet}/{serial}\n".encode() + request
 
 
 def renew_after(certificate: x509.Certificate) -> int:
-    """Unix seconds: the middle of its validity, from which the device asks for the next certificate."""
+    """Unix seconds: the middle of the certificate's validity, when the device begins to ask for the next one."""
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     return int((begin + (end - begin) / 2).timestamp())
 
@@ -238,14 +239,14 @@ def subject_name(name: str) -> x509.Name:
 
 
 def now() -> datetime.datetime:
-    """In whole seconds, which is what certificates have."""
+    """The time in whole seconds, as certificates store it."""
     return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
 
 
 def builder_of(
     subject: x509.Name, issuer: x509.Name, key: PublicKey, until: datetime.datetime
 ) -> x509.CertificateBuilder:
-    """A certificate for ``key``, valid from a day ago until ``until``, without what it is for."""
+    """A certificate for ``key``, valid from a day ago until ``until``; the caller adds its purpose."""
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(now() - BACK_DATED).not_valid_after(until)
@@ -279,7 +280,7 @@ def encoded(data: bytes) -> str:
 
 
 def decoded(text: str) -> bytes:
-    """What ``encoded`` wrote. Raises MessageError."""
+    """The bytes that ``encoded`` wrote. Raises MessageError."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:

@@ -16,7 +16,7 @@ MAX_CHAIN_BYTES = 1 << 24
 @dataclass(frozen=True)
 class Chain:
     """The models of the last rounds, oldest first, each as a delta to the one before. A device begins after the last
-    one that it holds. The first may be first weights, with which a device without any begins.
+    one that it holds. The first may be first weights, for a device without a model.
 
     A blob of its own, as ``PerDevice`` is: only devices that need it fetch it.
     """

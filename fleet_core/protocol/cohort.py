@@ -22,8 +22,8 @@ def select(seed: int, round_number: int, devices: Iterable[str], size: int) -> l
 
 
 def announce(seed: int, round_number: int, chosen: list[str], not_asked: Collection[str] = ()) -> Cohort:
-    """The cohort as a message: names for up to 64 devices; above that the rule, whose size does not grow, unless a
-    device that is not to be asked would follow it."""
+    """The cohort as a message: names for up to 64 devices; above that the rule, whose size does not grow, unless the
+    rule includes a device that must not be asked."""
     limit = max((rank(seed, round_number, name) for name in chosen), default="")
     if len(chosen) <= LISTED or any(rank(seed, round_number, name) <= limit for name in not_asked):
         return Cohort(devices=tuple(chosen))

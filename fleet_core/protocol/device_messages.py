@@ -18,7 +18,7 @@ AMOUNT = {"min": 0, "max": 1e12}
 
 
 def reads(packed: bool, dictionary: int) -> int:
-    """What a presence with these fields says that its sender can read, for ``messages.encode``."""
+    """What the sender of a presence with these fields can read, as ``packed`` of ``messages.encode``."""
     return messages.SHORT if packed and dictionary else int(packed)
 
 
@@ -26,9 +26,9 @@ def reads(packed: bool, dictionary: int) -> int:
 class UpdateState:
     """The state of the last program that the device was asked to fetch.
 
-    system: for which programs must be made, as ``aarch64 3.13``. serial, attempt: of the announcement; 0 before the
+    system: that programs must be made for, as ``aarch64 3.13``. serial, attempt: of the announcement; 0 before the
     first one. st: fetching, installing, running (it stays), back (the device went back to the one before), refused.
-    why: of the last two, and of what delays the others.
+    why: the reason for the last two, or for a delay of the others.
     """
 
     system: str = field(default="", metadata={"max_length": 64})

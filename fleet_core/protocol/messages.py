@@ -21,11 +21,11 @@ PROTOCOL = 1
 MAX_MESSAGE_BYTES = 1 << 20
 MESSAGE_LEVEL = 12
 PLAIN, PACKED, SHORT = 0, 1, 2
-"""How a message is written, and what a reader says that it can read: JSON; under zstd where that is shorter; with the
-dictionary too."""
+"""How a message is written, and what a reader can read: JSON; under zstd if that is shorter; also with the
+dictionary."""
 DICTIONARY = Path(__file__).with_name("dictionary-1.txt")
-"""Messages like those of any fleet, whose words zstd then need not send. It never changes; another one would get
-another number, here and in ``SHORT_MARK``."""
+"""Typical messages, whose words zstd then need not send. The file never changes; another dictionary would get another
+number, here and in ``SHORT_MARK``."""
 SHORT_MARK = b"\x01"
 """Before a zstd frame that was made with the dictionary."""
 ID = r"[0-9a-f]{32}"
@@ -42,8 +42,8 @@ ROUND = whole(1_000_000_000)
 
 
 def encode(message: Any, *, packed: int = PLAIN, without: Collection[str] = ()) -> bytes:
-    """A message as compact JSON, without the fields that have their default, which a reader takes for missing ones.
-    packed: what the reader can read, ``PLAIN`` to ``SHORT``. without: keys that the reader knows otherwise."""
+    """A message as compact JSON, without fields at their default, which a reader fills in. packed: what the reader can
+    read, ``PLAIN`` to ``SHORT``. without: keys whose values the reader knows already."""
     kept = {key: value for key, value in _short(message).items() if key not in without}
     text = json.dumps(kept, separators=(",", ":"), allow_nan=False).encode()
     if packed >= SHORT:
@@ -92,5 +92,5 @@ def _short(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """MISSING for a field without one."""
+    """The field's default; MISSING without one."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

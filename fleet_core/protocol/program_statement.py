@@ -11,9 +11,9 @@
     archive SHA256 BYTES
     file SHA256 NAME
 
-``serial``: Unix ms of the signature. ``older yes``: the operator asked by name for a version that may be older than the
-one that runs. ``manifest``: of ``MANIFEST.sha256``, which has a line ``SHA256  NAME`` for every file of the program, as
-sha256sum writes it. ``archive``: of the program's .tar.gz. ``file``: any number, of what comes with the program.
+``serial``: Unix ms of the signature. ``older yes``: the operator named a version, which may be older than the one that
+runs. ``manifest``: of ``MANIFEST.sha256``, which has a line ``SHA256 NAME`` for every file of the program, as sha256sum
+writes it. ``archive``: of the program's .tar.gz. ``file``: any number, of what comes with the program.
 
 ``Announcement`` tells devices over MQTT that there is such a program, and where it is.
 
@@ -71,7 +71,7 @@ class Statement:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> bytes:
-        """The canonical text. Raises MessageError for a field that cannot be written so."""
+        """The canonical text. Raises MessageError for a field that it cannot express."""
         head = (f"{FORMAT}\nfleet {self.fleet}\nversion {self.version}\npython {self.python}\narch {self.arch}\n"
                 f"serial {self.serial}\nolder {'yes' if self.older else 'no'}\nmanifest {self.manifest}\n"
                 f"archive {self.archive} {self.archive_bytes}\n")
@@ -106,8 +106,8 @@ def parse(data: bytes) -> Statement:
 
 
 def verify(signed: bytes, verifier: Verifier, fleet: str | None = None) -> Statement:
-    """The statement in a signed text, the content of ``PACKAGE``. fleet: whose it has to be; None for any of the key.
-    Raises MessageError unless the key has signed it."""
+    """The statement in a signed text, the content of ``PACKAGE``. fleet: whose program it must be; None for any. Raises
+    MessageError unless the key has signed it."""
     if len(signed) > MAX_BYTES:
         raise MessageError(f"a statement of {len(signed)} bytes", expected=f"at most {MAX_BYTES}")
     statement = parse(verifier.verify(signed))
@@ -117,8 +117,7 @@ def verify(signed: bytes, verifier: Verifier, fleet: str | None = None) -> State
 
 
 def read_manifest(data: bytes, statement: Statement) -> dict[str, str]:
-    """{name: SHA-256} of ``MANIFEST.sha256``. Raises MessageError if it is not the one of the statement, or malformed.
-    """
+    """{name: SHA-256} of ``MANIFEST.sha256``. Raises MessageError if it is malformed, or not the statement's."""
     if len(data) > MAX_MANIFEST_BYTES or hashlib.sha256(data).hexdigest() != statement.manifest:
         raise MessageError(f"{MANIFEST} is not the one that was signed", expected=f"sha256 {statement.manifest}")
     return parse_manifest(data)
@@ -152,8 +151,9 @@ class Announcement:
     """The signed message that lets devices fetch a program.
 
     seq: higher with every announcement. exp: Unix ms. attempt: higher when the operator tries again. program: the
-    signed statement. files: {name: content} of what comes with it. devices: who is to fetch it now. blob: the archive
-    in chunks, which also check what comes from ``url``, an https address; without one the chunks are on the broker.
+    signed statement. files: {name: content} of the small files that come with it. devices: the devices that fetch it
+    now. blob: the archive in chunks, whose hashes also check a download from ``url``, an https address; without one the
+    chunks are on the broker.
     """
 
     v: int
@@ -169,7 +169,7 @@ class Announcement:
 
 
 def read_announcement(payload: bytes, verifier: Verifier, fleet: str) -> tuple[Announcement, Statement]:
-    """What is announced, and the statement in it. Raises MessageError unless the fleet's key has signed both and they
+    """(the announcement, the statement in it). Raises MessageError unless the fleet's key has signed both and they
     belong together."""
     if len(payload) > MAX_ANNOUNCEMENT_BYTES:
         raise MessageError(f"an announcement of {len(payload)} bytes", expected=f"at most {MAX_ANNOUNCEMENT_BYTES}")

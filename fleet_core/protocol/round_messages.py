@@ -15,7 +15,7 @@ from fleet_core.protocol.secure_messages import SecureRules
 
 MAX_NORM = 1e30
 PLACES = {"max_length": 60_000, "pattern": r"[0-9,-]+"}
-"""Places in a layout as text; enough for every other one of 10,000 arrays."""
+"""Limits on places in a layout as text; enough for every other one of 10,000 arrays."""
 WHOLE = "w"
 """Stands for the chunk's number in the topic of a whole update."""
 ID_BYTES, LENGTH_BYTES = 16, 4
@@ -79,8 +79,8 @@ class Counted:
 
 @dataclass(frozen=True)
 class PrivacyRules:
-    """How a device clips and hides its update (``fleet_core.privacy``), before anything else. It refuses a manifest
-    with a mode that it does not know. clip: Euclidean norm. noise: standard deviation over clip, which a device
+    """How a device clips and noises its update (``fleet_core.privacy``), before anything else. It refuses a manifest
+    with an unknown mode. clip: Euclidean norm. noise: standard deviation over clip, which a device
     adds in the mode ``local`` alone."""
 
     mode: str = field(metadata={"choices": ("local", "central")})
@@ -94,7 +94,7 @@ class PrivacyRules:
 @dataclass(frozen=True)
 class UploadRules:
     """max: bytes of one update. chunk: bytes of one publish. codecs: those accepted, the preferred one first.
-    least_norm: an update of a smaller Euclidean norm is not sent, but a note (``nothing``); 0: every update is.
+    least_norm: in place of an update of a smaller Euclidean norm a note (``nothing``) is sent; 0: every update is sent.
     privacy: None for updates as they are. secure: the rules of secure aggregation; None for none. whole: bytes of the
     largest update that may come with its offer, in one message."""
 
@@ -108,7 +108,7 @@ class UploadRules:
 
     @property
     def local_noise(self) -> float:
-        """The multiplier of the noise that each device adds; 0 without."""
+        """The multiplier of the noise that each device adds; 0 for none."""
         return self.privacy.noise if self.privacy is not None and self.privacy.mode == "local" else 0.0
 
 

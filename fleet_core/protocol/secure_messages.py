@@ -1,4 +1,4 @@
-"""The messages of secure aggregation (``fleet_core.privacy.secure_sum``), in the order in which they pass.
+"""The messages of secure aggregation (``fleet_core.privacy.secure_sum``), in the order in which they are sent.
 
 A device's parts go on the topics of its update: ``k`` (SignedKeys), ``s`` (SealedShares), ``u`` (Revealed). The
 aggregator's are ``SecureStep``s in signed messages on ``dn``.
@@ -14,20 +14,20 @@ from fleet_core.protocol.messages import whole
 SESSION = {"pattern": r"[0-9a-f]{32}"}
 X25519 = {"pattern": r"[0-9a-f]{64}"}
 SHARE = {"max_length": 400}
-"""Base64 of one share, or of two and what seals them."""
+"""Base64 of one share, or of two sealed ones."""
 NAME = {"pattern": r"[A-Za-z0-9_-]{1,64}"}
 LEAST = 3
-"""Devices. A sum of two tells each of them the other's update."""
+"""The fewest devices of a sum: a sum of two tells each of them the other's update."""
 MOST_NEIGHBOURS = 128
 KEYS, SHARES, REVEALED = "k", "s", "u"
 
 
 @dataclass(frozen=True)
 class SecureRules:
-    """How the updates of a round are summed. A device takes no part under rules that it does not know.
+    """How the updates of a round are summed. A device does not take part under rules that it does not know.
 
     session: random, new whenever the round is opened. threshold: t, the share of a device's holders whose shares give
-    its secrets; above one half. least: devices of a sum, at least. neighbours: devices with which each has a mask; 0
+    its secrets; above one half. least: the fewest devices of a sum. neighbours: devices with which each has a mask; 0
     for all others. exponent: values are whole multiples of 2^exponent. bits: of a masked value. authority: certificate
     of the fleet's authority, DER in base64. next_authority: of its successor, while devices change over to it.
     """
@@ -44,7 +44,7 @@ class SecureRules:
 
 @dataclass(frozen=True)
 class SignedKeys:
-    """A device's public X25519 keys of one session, in hex: mask, of which masks are made; box, to which shares are
+    """A device's public X25519 keys of one session, in hex: mask, from which masks are made; box, with which shares are
     sealed. certificate: the device's, DER in base64. signature: by its key over ``secure_sum.to_sign``."""
 
     session: str = field(metadata=SESSION)
@@ -65,8 +65,8 @@ class SealedShares:
 
 @dataclass(frozen=True)
 class Revealed:
-    """What is opened of a session, in base64. seeds: device that is there -> share of the seed of its own mask. keys:
-    device that is gone -> share of its mask key."""
+    """The shares that a device reveals, in base64. seeds: device that is there -> share of the seed of its own mask.
+    keys: device that is gone -> share of its mask key."""
 
     session: str = field(metadata=SESSION)
     seeds: Mapping[str, str] = field(metadata=SHARE)

@@ -23,7 +23,7 @@ KEY_BYTES = 32
 EXPECTED = "64 hex digits"
 MAX_FILE_BYTES = 1024
 SIGNATURES: dict[int, Callable[[str], bytes]] = {128: bytes.fromhex, 80: base64.b85decode}
-"""How a signature of so many characters is read."""
+"""How a signature is read, by its number of characters."""
 LOST_KEY = "restore the fleet's folder from a backup, or make a new fleet in an empty folder with 'metafleet init'"
 
 

@@ -1,6 +1,6 @@
 """How devices follow their fleet to another signing key: the old key signs a message that names the new one.
 
-A ``Succession`` is a signed message of ``signing``. The aggregator retains all that lead from earlier keys to the
+A ``Succession`` is a signed message of ``signing``. The aggregator retains all successions from earlier keys to the
 present one, so a device that was off follows them one after the other. They are numbered; a device never goes back.
 """
 
@@ -17,7 +17,7 @@ from fleet_core.protocol.messages import whole
 from fleet_core.protocol.signing import Verifier, key_id
 
 MOST = 32
-"""Successions that a device follows from the key that it was given, and that an aggregator retains."""
+"""The most successions that a device follows from its first key, and that an aggregator retains."""
 MAX_LINK_BYTES = 1024
 MAX_BYTES = 1 << 16
 MAX_OVERLAP_S = 366 * 86400
@@ -27,7 +27,7 @@ TOKEN = "this device needs a new token: metafleet devices enroll FLEET NAME"
 
 @dataclass(frozen=True)
 class Succession:
-    """The key ``new`` follows ``old``, in hex. at: Unix seconds. until: up to then devices accept the old key too. cut:
+    """The key ``new`` follows ``old``, in hex. at: Unix seconds. until: when devices stop accepting the old key. cut:
     the old key is invalid at once, and devices do not follow this succession after ``until``."""
 
     fleet: str = field(metadata={"pattern": r"[A-Za-z0-9_-]{1,64}"})
@@ -50,7 +50,8 @@ class Announced:
 
 @dataclass(frozen=True)
 class Authorities:
-    """The authorities that a fleet trusts, DER in base64, the one that issues last. number: rises with each change."""
+    """The authorities that a fleet trusts, DER in base64; the last one issues certificates. number: rises with each
+    change."""
 
     fleet: str = field(metadata={"pattern": r"[A-Za-z0-9_-]{1,64}"})
     number: int = field(metadata=whole(1 << 53, 1))
@@ -58,8 +59,8 @@ class Authorities:
 
 
 def read(links: Sequence[str], fleet: str | None = None) -> list[Succession]:
-    """The successions, each signed by its old key. fleet: whose they are; None for any. Raises MessageError for what is
-    forged, of another fleet, too long or in another order."""
+    """The successions, each signed by its old key. fleet: whose they are; None for any. Raises MessageError for
+    successions that are forged, of another fleet, too long or in another order."""
     if len(links) > MOST:
         raise MessageError(f"{len(links)} successions", expected=f"at most {MOST}")
     found = [_read(link, fleet) for link in links]
@@ -83,7 +84,7 @@ def _read(link: str, fleet: str | None) -> Succession:
 
 
 def as_bytes(signed: str) -> bytes:
-    """A signed message that came as text. Raises MessageError."""
+    """The bytes of a signed message that was sent as text. Raises MessageError."""
     try:
         return signed.encode("ascii")
     except UnicodeEncodeError as error:
@@ -129,8 +130,8 @@ class Keyring(Verifier):
         return super().verify(message) if key is None else Verifier(key).verify(message)
 
     def extended(self, links: Sequence[str]) -> Keyring | None:
-        """The keys after ``links`` too; None if they lead to the newest key. Raises MessageError for what ``read``
-        refuses, for a replay, and where they do not lead on from the newest key."""
+        """The keys after ``links`` too; None if they lead to the newest key. Raises MessageError for links that
+        ``read`` refuses, for a replay, and if they do not continue the newest key."""
         found = read(links, self._fleet)
         if not found or found[-1].new == self.newest:
             return None

@@ -110,7 +110,7 @@ def from_devices(fleet: str) -> tuple[str, ...]:
 
 
 def not_retained(fleet: str) -> tuple[str, ...]:
-    """Filters for what devices send and may not leave at the broker."""
+    """Filters for the topics on which devices send messages that must not be retained."""
     device = f"{ROOT}/{fleet}/a/+"
     return (f"{device}/rep", f"{device}/up/+/+", f"{device}/an/+")
 
@@ -153,8 +153,8 @@ def parse(fleet: str, topic: str) -> Address | None:
 
 
 def sender(fleet: str, topic: str) -> tuple[str, str]:
-    """The device below whose topics this one is, and the next level (``st``, ``up``), even if the rest is no topic of
-    the protocol. Empty texts for other topics."""
+    """(the device whose topic this is, the next level such as ``st`` or ``up``), even if the rest is no topic of the
+    protocol. Empty texts for other topics."""
     match topic.split("/"):
         case [top, name, "a", device, kind, *_] if top == ROOT and name == fleet and NAME.fullmatch(device):
             return device, kind

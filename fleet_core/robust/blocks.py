@@ -15,7 +15,7 @@ from fleet_core.base.trees import Params
 
 Array = np.ndarray[Any, Any]
 BLOCK_BYTES = 256 << 20
-"""Of one part of all updates. Each part costs one pass over the updates, which a fleet reads from disk."""
+"""Bytes of one part of all updates. Each part costs one pass over the updates, which a fleet reads from disk."""
 
 
 def blocks(updates: Iterable[Update], limit: int = BLOCK_BYTES) -> Iterator[tuple[int, Array]]:

@@ -16,7 +16,7 @@ from fleet_core.robust.interface import Choice, Memory
 
 
 def clip(updates: Iterable[Update], share: float, memory: Memory) -> Choice:
-    """Updates of zero, as those that are skipped, do not count for the median."""
+    """Scales updates down to the median norm, for which updates of zero, such as skipped ones, do not count."""
     norms = {update.device: trees.norm(update.payload.groups) for update in updates}
     known = [length for length in norms.values() if length > 0]
     most = median(known) if known else 0.0

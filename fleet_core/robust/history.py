@@ -2,9 +2,8 @@
 
 Each update is compared with the direction of the earlier rounds: the running mean of the rounds' medians. A device's
 score is the running mean of its updates' cosines with that direction. One update says little where devices differ; ten
-that all point the other way do. That the past tells attackers from devices that are merely different is the point of
-Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021; the score is this
-product's own.
+that all point the other way do. Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML
+2021, use the past to tell attackers from devices that are merely different; the score is this product's own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fleet_core.robust.blocks import Array, by_value, flat, like
 from fleet_core.robust.interface import Choice, Memory
 
 KEPT = 0.8
-"""Of the direction and of a score, from one round to the next."""
+"""Share of the direction and of a score that is kept from one round to the next."""
 SPREADS = 3.0
 """A score is an outlier this many deviations below the median of the scores, estimated from the median deviation."""
 DEVIATION = 1.4826
@@ -60,7 +59,7 @@ def _outliers(scores: dict[str, float]) -> dict[str, str]:
 
 
 def _cosine(update: Array, direction: Array) -> float | None:
-    """None where one of them is zero."""
+    """None if one of them is zero."""
     lengths = _length(update) * _length(direction)
     return float((update * direction).sum()) / lengths if lengths > 0 else None
 

@@ -1,7 +1,7 @@
-"""What a robust rule gets and returns.
+"""The arguments and the result of a robust rule.
 
-A rule is a pure function of a round's updates, in closing order, and of what it remembers; so a round closes to the
-same bits in any order of arrival, in a fleet and in a simulation, and after a restart.
+A rule is a pure function of a round's updates, in closing order, and of its memory. So a round closes with the same
+bits in any order of arrival, in a fleet and in a simulation, and after a restart.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Choice:
-    """dropped: device -> why its update is not used. factors: device -> what its update is multiplied by, where that is
-    not 1. instead: groups that take the place of every used update's, or None. memory: for the next round."""
+    """dropped: device -> why its update is not used. factors: device -> factor of its update, if not 1. instead: groups
+    that replace those of every used update, or None. memory: for the next round."""
 
     dropped: Mapping[str, str] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -42,6 +42,6 @@ class Rule(Protocol):
 
 
 def hostile(count: int, share: float, kept: int = 1) -> int:
-    """How many of ``count`` updates are taken for hostile: ``share`` of them, rounded up, while 2 f + ``kept`` updates
-    are there for f hostile ones."""
+    """f, how many of ``count`` updates are taken for hostile: ``share`` of them, rounded up, at most (``count`` −
+    ``kept``) / 2."""
     return max(0, min(math.ceil(share * count - 1e-9), (count - kept) // 2))

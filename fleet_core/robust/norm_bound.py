@@ -1,8 +1,8 @@
 """The adaptive bound: an update whose norm is far above the usual one is refused.
 
-What is usual is the median over the updates of this round and of the last ones, group by group, all that were received:
-refused ones too, so that a fleet whose updates grow is not shut out for good, and hostile devices cannot move it unless
-they are half of the devices over several rounds. The first round is compared with itself alone.
+The usual norm is the median over all received updates of this round and of the last ones, group by group. Refused
+updates count too, so that a fleet whose updates grow is not shut out forever; hostile devices cannot move the median
+unless they are half of the devices over several rounds. The first round is compared with itself alone.
 
 Once a fleet has converged, the usual norm is close to zero, and the update of an honest device that was away, or has
 other samples, is far above it. So an update that changes a group by little of that group's own norm is never refused.
@@ -29,7 +29,7 @@ SMALL = 0.01
 WINDOW = 5
 """Rounds before this one."""
 KEPT = 64
-"""Norms that are kept of a round, evenly spaced in their order."""
+"""The most norms that are kept of a round, evenly spaced in their order."""
 FACT = "norms"
 """The key in a checkpoint's facts."""
 
@@ -38,8 +38,8 @@ Norms = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Measure:
-    """Of one update. norms: by group; per sample where what devices send are sums over samples. arrays: a name for the
-    arrays that it moves; only norms of the same ones are compared."""
+    """The norms of one update. norms: by group; per sample if devices send sums over samples. arrays: a name for the
+    arrays that it moves; only norms of the same arrays are compared."""
 
     norms: Norms
     arrays: str
@@ -69,8 +69,8 @@ def _arrays_of(params: Params) -> str:
 
 
 def refused(measures: Mapping[str, Measure], facts: Mapping[str, str], model: Norms) -> dict[str, str]:
-    """Device -> why its update is refused. At least one device stays: where all are above the bound, the lower half.
-    model: norms of the model by group; empty where updates are no changes of it."""
+    """Device -> why its update is refused. At least one device stays: if all are above the bound, the lower half.
+    model: norms of the model by group; empty if updates are not changes of the model."""
     bounds = {group: max(TIMES * usual, SMALL * model.get(group, 0.0))
               for group, usual in _usual(measures, facts).items()}
     found: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""The updates of a round as they are used: the norm bound, then the robust rule. Aggregator and simulation call it."""
+"""Decides which updates of a round are used: by the norm bound, then by the robust rule. Aggregator and simulation call
+it."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ RULES: dict[str, Rule] = {
 SCORES = "scores"
 """The key of the rule's scores in a checkpoint's facts."""
 MOST_SAMPLES = 10.0
-"""Under a rule a device counts as having this many times the median number of samples, at most."""
+"""With a robust rule, a device's number of samples counts as at most this many times the median number."""
 CLIPPED_AWAY = 0.2
-"""An update that is scaled below this is noted with its device."""
+"""An update whose factor is below this is noted with its device."""
 
 
 @dataclass(frozen=True)
 class Screened:
     """used: what the server rule gets, in closing order, iterable any number of times. refused: device -> why its
-    update is not used. remarks: device -> how its update was changed, where little of it is left. facts, arrays: for
-    the checkpoint."""
+    update is not used. remarks: device -> how its update was changed, if little of it is left. facts, arrays: for the
+    checkpoint."""
 
     used: Iterable[Update]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +60,8 @@ class Screening:
 
     @property
     def ceiling(self) -> float:
-        """The norm above which an update is refused whatever the others send, and a number that comes with it."""
+        """The norm above which an update is refused whatever the others send; also the limit of numbers sent with
+        it."""
         return settings.CEILING if self.max_update_norm is None else self.max_update_norm
 
     def measure(self, update: Update) -> Measure:
@@ -105,8 +107,8 @@ class _Used(Iterable[Update]):
         self._scalars, self._most_samples = scalars, most_samples
 
     def with_common_numbers(self) -> _Used:
-        """The same with the median of every number that crosses the wire, and bounded numbers of samples: a rule about
-        arrays would be of no use where one device's number decides."""
+        """These updates with the median of every number that is sent, and bounded numbers of samples: a rule on arrays
+        is useless if one device's number decides."""
         samples, scalars = [], dict[str, list[float]]()
         for update in self:
             samples.append(update.samples)

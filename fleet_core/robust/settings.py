@@ -1,4 +1,4 @@
-"""``[robust]``: how a fleet holds out against devices that send false updates; and which methods allow that."""
+"""``[robust]``: how a fleet resists devices that send false updates, and which methods allow that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleet_core.base.schema import Problem
 NONE, CLIP, MEDIAN, TRIMMED, KRUM, HISTORY = "none", "clip", "median", "trimmed", "krum", "history"
 RULES = (NONE, CLIP, MEDIAN, TRIMMED, KRUM, HISTORY)
 REPLACING = (CLIP, MEDIAN, TRIMMED)
-"""The rules that change updates. The others drop some and use the rest as they came."""
+"""The rules that change updates. The others drop some and use the rest unchanged."""
 CEILING = 1e4
 """Norm above which an update is refused where ``max_update_norm`` is left out, whatever the others send."""
 
@@ -28,7 +28,7 @@ class RobustSection:
 
 
 def check(section: RobustSection, method: Method) -> Iterator[Problem]:
-    """What is wrong with the section for this method."""
+    """The problems of the section with this method."""
     if section.rule == NONE or method.server.sums:
         return
     why = "shares nothing" if not method.shared else "does not sum or average updates over devices"
@@ -37,7 +37,7 @@ def check(section: RobustSection, method: Method) -> Iterator[Problem]:
 
 
 def remark(section: RobustSection, method: Method) -> str:
-    """What users may not expect of the rule with this method, or empty."""
+    """A consequence of the rule with this method that users may not expect, or empty."""
     kept = [role for role in method.client.keeps if role != "personal"]
     if section.rule not in REPLACING or not kept:
         return ""

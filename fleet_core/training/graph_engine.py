@@ -65,7 +65,7 @@ def check_golden(opened: Opened) -> None:
 
 
 def _spread(graph: TrainGraph, kind: str) -> Array:
-    """[outputs, 2]: a relative error of a norm, and of a sum, whose values have n times the error of one."""
+    """[outputs, 2]: factors of the tolerance of an output's norm, 1, and of the sum of its n values, √n."""
     shapes = graph.parameters
     sizes = [int(np.prod(shapes.get(name.partition("/")[2], ()))) for name in graph.outputs(kind)]
     return np.stack([np.ones(len(sizes)), np.sqrt(sizes)], 1)
@@ -90,7 +90,7 @@ class GraphEngine:
         return False
 
     def first_personal(self, method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:
-        """Raises BundleError when the graph came without them."""
+        """Raises BundleError if the graph has no initial values."""
         first = trees.only(self._opened.graph.first, method.personal)
         if set(first) != {g for g in method.personal if layout.parameters((g,))}:
             raise BundleError("the graph 'train' has no initial values of the groups that stay on a device",
@@ -115,7 +115,7 @@ class GraphEngine:
     def steps(
         self, adaptation: str, classes: int, hyper: Any, data: Sequence[tuple[Samples, Samples, np.random.Generator]]
     ) -> GraphSteps:
-        """Raises BundleError for an adaptation that the graph is not of."""
+        """Raises BundleError for an adaptation that the graph does not compute."""
         why = self._opened.graph.info.refuses(adaptation, hyper)
         if why:
             raise BundleError(why, hint="'metafleet init' makes it anew; a device with torch needs none")

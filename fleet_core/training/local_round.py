@@ -54,7 +54,7 @@ class Steps(Protocol):
     """The gradients of one round of one client, or of several that are stacked."""
 
     def gradient(self, draws: Sequence[Draw]) -> Gradient:
-        """That of a step on these samples, a draw for each client."""
+        """The gradient of a step on these samples, a draw for each client."""
 
     def measure(self) -> Gradient:
         """Totals and counts per class over all samples, in the group ``prototypes``, and no gradient."""
@@ -78,13 +78,13 @@ class Engine(Protocol):
         """Initial values, in numpy, of the groups that ``method`` keeps on a device; the same on all devices."""
 
     def running(self, seed: int) -> contextlib.AbstractContextManager[None]:
-        """Within it steps are taken. seed: of the model's random layers."""
+        """The context in which steps are taken. seed: of the model's random layers."""
 
     def adapting(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a model is personalized: its random layers draw nothing."""
+        """The context in which a model is personalized: its random layers draw nothing."""
 
     def entropy(self, x: Samples, y: Samples) -> Gradient:
-        """Of the mean cross-entropy of the head on all of x, y, at the whole model."""
+        """The gradient of the head's mean cross-entropy on all of x, y, in the whole model."""
 
     def steps(
         self, adaptation: str, classes: int, hyper: Any, data: Sequence[tuple[Samples, Samples, np.random.Generator]]
@@ -243,7 +243,7 @@ def check_task(method: Method, layout: Layout) -> None:
 
 
 def targets(layout: Layout, y: Samples) -> Samples:
-    """What the loss compares the head's output with: labels int64 [N], or standardized targets float32 [N, K]."""
+    """The targets of the loss: labels int64 [N], or standardized targets float32 [N, K]."""
     return y.astype(np.int64) if layout.task is None else layout.task.standardized(y)
 
 

@@ -49,7 +49,7 @@ def name_of(exponent: int) -> str:
 
 
 def exponent_of(name: str) -> int | None:
-    """Of a codec's name; None for another codec's."""
+    """The exponent E in a codec's name; None for another codec."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found else None
 

@@ -2,8 +2,8 @@
 
 torch draws the weights of linear, convolution and recurrent layers uniformly from [-limit, limit): each value is the
 low 24 bits of one 32-bit word of the Mersenne Twister, which numpy has too. Encoding finds where in the words each
-array begins and checks every bit, so arrays that were not drawn like that (trained ones, an embedding table) cannot be
-encoded. Decoding needs no torch.
+array begins and checks every bit, so other arrays (trained ones, an embedding table) cannot be encoded. Decoding needs
+no torch.
 
 ``drawn-part`` is the same for a part of a model, before which other arrays were drawn. It has a name of its own for
 agents that know ``drawn`` alone.
@@ -24,7 +24,7 @@ from fleet_core.codecs.vector import shapes_of, size
 
 CONSTANT = -1
 PLACE = np.dtype([("start", "<i8"), ("value", "<f4")])
-"""Where an array's words start, and its limit; CONSTANT, and the value that all its elements have."""
+"""Where an array's words start, and its limit; or CONSTANT, and the value of all its elements."""
 NEIGHBOURS = 4  # float32 numbers on both sides of an estimated limit that are tried
 MOST_BEFORE = 1 << 26  # words before a part; all of them take a fraction of a second
 BLOCK = 1 << 16
@@ -100,13 +100,13 @@ def _words(seed: int, first: int, count: int) -> Array:
 
 
 def _shares(words: Array) -> Array:
-    """What is multiplied by the limit: float64 in [-1, 1)."""
+    """The values before they are multiplied by the limit: float64 in [-1, 1)."""
     return (words & np.uint32(0xFFFFFF)) * 2.0**-23 - 1
 
 
 def _first(arrays: Collection[Array], words: Array) -> int:
-    """Where the words of the first array begin; 0 where none is found. Two values in a row have the ratio of their
-    shares, but for rounding."""
+    """Where the words of the first array begin; 0 if it is not found. Two successive values have the ratio of their
+    shares, except for rounding."""
     shares, found = _shares(words), list[int]()
     for array in arrays:
         one, two = array.reshape(-1)[:2].astype(np.float64)

@@ -43,7 +43,7 @@ class LowRank(FramedCodec):
         return 2 * sum(map(_values, shapes.values()))
 
     def bound(self, arrays: Arrays) -> float:
-        """A projection loses no more than there is, and its rounding stays within what it found."""
+        """The norm of the arrays: a projection loses at most that much, and its rounding stays within what it found."""
         return length(arrays)
 
 

@@ -25,13 +25,13 @@ ALL: tuple[Codec, ...] = (
 )
 
 CODECS: dict[str, Codec] = {c.name: c for c in ALL}
-"""Those that a user can choose."""
+"""The codecs that a user can choose."""
 
 NOTHING = Nothing()
 """The codec of the note for an update that is skipped."""
 
 DRAWN = {form.name: form for form in (DrawnWeights(), DrawnPart())}
-"""Those of first weights; for all weights of a model before that for a part."""
+"""The codecs of first weights: for a whole model, then for a part."""
 
 
 def codec(name: str) -> Codec:

@@ -43,12 +43,12 @@ class Ternary(FramedCodec):
         return 4 * len(shapes) + _packed_bytes(size(shapes))
 
     def bound(self, arrays: Arrays) -> float:
-        """What is decoded is a projection, so no more is lost than there is."""
+        """The norm of the arrays: decoding gives a projection, so at most that much is lost."""
         return length(arrays)
 
 
 def _mean(magnitude: Array) -> np.float64:
-    """In float64, 0 of none."""
+    """The mean in float64; 0 without values."""
     return magnitude.astype(np.float64).mean() if magnitude.size else np.float64(0)
 
 

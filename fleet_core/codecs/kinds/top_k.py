@@ -176,7 +176,7 @@ def rice_decode(body: Reader, kept: int, count: int) -> Array:
 
 
 def rice_max_bytes(kept: int, count: int) -> int:
-    """Of the longest code: the quotients add up to at most count / 2^bits."""
+    """Bytes of the longest code: the quotients add up to at most count / 2^bits."""
     bits = _bits(kept, count)
     return (kept * bits + 7) // 8 + (kept + (count >> bits) + 7) // 8
 

@@ -26,7 +26,7 @@ MAX_S = 3600
 """The longest recording in one file."""
 MAX_FILES = 200_000
 DEFAULT_HZ = 16_000
-"""The highest rate that a fleet has unless it is given: a higher one spends the bands on what few can hear."""
+"""The highest rate of a fleet, unless one is given: a higher rate would use bands for frequencies that few can hear."""
 PCM = "a .wav file of PCM, 8, 16, 24 or 32 bits"
 CONVERT = "convert it: ffmpeg -i FILE -c:a pcm_s16le NEW.wav; record so: arecord -f S16_LE"
 
@@ -42,7 +42,7 @@ class Recording:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether ``path`` is a .wav file, or a folder with one in it, in a subfolder or in one of that."""
+    """Whether ``path`` is a .wav file, or a folder with one in it, at most two levels down."""
     if not path.is_dir():
         return path.suffix.lower() == ".wav"
     classes = _folders(path)

@@ -26,12 +26,12 @@ class Resampler:
         self._begin()
 
     def more(self, x: Array) -> Array:
-        """Takes the next readings, and returns the new ones that are certain by now."""
+        """Takes the next readings, and returns the output readings that no later input can change."""
         self._hold(x)
         return self._until(math.floor((self._came - 0.5 - self._reach) / self._factor - 0.5) + 1)
 
     def last(self, x: Array) -> Array:
-        """Takes the last readings, and returns the rest of the new ones; what comes then is another series."""
+        """Takes the last readings, and returns the rest of the output; later readings are another series."""
         self._hold(x)
         size = math.floor(self._came * self._to_hz / self._from_hz + 0.5)
         rest = self._until(max(1, size) if self._came else 0)
@@ -47,7 +47,7 @@ class Resampler:
         self._came += len(x)
 
     def _until(self, end: int) -> Array:
-        """The new readings from the first that was not made yet to number ``end``."""
+        """The output readings from the first that was not returned yet up to number ``end``."""
         held = self._held
         assert held is not None
         if end <= self._made:

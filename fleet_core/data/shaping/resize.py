@@ -41,7 +41,7 @@ def fitted(x: Array, shape: Sequence[int], fit: str, where: str | None = None) -
     """Images x [n, C, H, W] at the size of ``shape`` [C, H', W'], in the dtype of x; float64 becomes float32.
 
     fit: ``stretch`` scales both axes to the size; ``letterbox`` keeps the proportions and fills the borders with zeros;
-    ``refuse`` returns x as it is, and so do both for x that fits, or that is no images of C channels. Raises DataError.
+    ``refuse`` returns x as it is; so do both others if x fits, or is not images of C channels. Raises DataError.
     """
     shape = tuple(shape)
     images = len(shape) == 3 and x.ndim == 4 and x.shape[1] == shape[0] and x.dtype.kind in "uif"
