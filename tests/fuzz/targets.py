@@ -288,6 +288,13 @@ def _example(cls: type[Any]) -> str:
     return config.toml(schema.plain(example(cls)))
 
 
+def _device_file() -> str:
+    settings = schema.plain(example(Settings))
+    del settings["source"], settings["button"]  # tables, which config.toml does not write
+    source, button = 'kind = "command"\ncommand = ["cat"]', 'kind = "gpio"\nline = 17\nlabel = "a"'
+    return config.toml(settings) + f"\n[[source]]\n{source}\n\n[[button]]\n{button}\n"
+
+
 def _profiles() -> Iterator[str]:
     import firmware_profiles
 
@@ -351,7 +358,7 @@ TARGETS: dict[str, Target] = {
     "npz": _samples("s.npz", Cut(), _npz(x=np.ones((2, 3), np.float32), y=np.array(["a", "b"]))),
     "fleet-file": _toml("fleet.toml", lambda path: config.load(FleetConfig, path), FLEET),
     "card-file": _toml("card.toml", lambda path: device_file.load(path, {}), CARD),
-    "device-file": _toml("device.toml", lambda path: config.load(Settings, path), _example(Settings)),
+    "device-file": _toml("device.toml", lambda path: config.load(Settings, path), _device_file()),
     "inventory": _toml("inventory.toml", inventory.load, '[[devices]]\nfile = "tariff.toml"\nto = "ssh://pi@host:22"\n'),
     "tariff": _toml("tariff.toml", tariff.load, 'currency = "EUR"\nsource = "t"\nper_mb = 0.1\n'),
     "profile": Target(_file("p.toml", lambda path: config.load(profile.Profile, path)),

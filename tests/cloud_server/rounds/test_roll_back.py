@@ -31,9 +31,11 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fsync(monkeypatch)
 
 
-def started(folder: Path, robust: str = "", *, method: str = "pfldyn-proto") -> World:
-    return liars.started(folder, robust, devices=DEVICES, fewest=DEVICES, rounds=ROUNDS, method=method,
-                         link="max_update_norm = 1e6", every=2)
+def started(
+    folder: Path, robust: str = "", *, method: str = "pfldyn-proto", rounds: int = ROUNDS, every: int = 2
+) -> World:
+    return liars.started(folder, robust, devices=DEVICES, fewest=DEVICES, rounds=rounds, method=method,
+                         link="max_update_norm = 1e6", every=every)
 
 
 def closed(w: World, number: int) -> bool:
@@ -111,17 +113,19 @@ def test_a_request_outlives_the_aggregator_and_an_interrupted_round(tmp_path: Pa
 def test_a_model_that_costs_the_devices_accuracy_is_rolled_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One device ruins the model where the bound is a constant; the devices' evaluations show it."""
-    w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta")
-    until_evaluated(w, 2)
-    good = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=2, stage="before")])
+    """One device ruins the model where the bound is a constant; the devices' evaluations show it. They take as long as
+    two rounds here, and have to arrive before the next model is served."""
+    rounds, every = 16, 4
+    w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta", rounds=rounds, every=every)
+    until_evaluated(w, every)
+    good = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=every, stage="before")])
     with monkeypatch.context() as patch:
         lie(patch, {"d2": -1000.0})
         assert w.pump(lambda: bool(went_back(w)))
     assert "the median device lost" in str(went_back(w)["why"])
-    assert w.pump(partial(closed, w, ROUNDS))
-    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")) == DEVICES)
-    end = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")])
+    assert w.pump(partial(closed, w, rounds))
+    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=rounds, stage="before")) == DEVICES)
+    end = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=rounds, stage="before")])
     assert end > good - 0.1
     w.close()
 
