@@ -19,7 +19,7 @@ back."""
 
 
 class RollBacks:
-    """Rolls training back if an operator asked for it, or if the newest served model lowered the devices' accuracy.
+    """Rolls training back if an operator asked for it, or if the newest evaluated model lowered the devices' accuracy.
     limit: the accuracy that the median device may lose; 0: only operators decide."""
 
     def __init__(
@@ -29,11 +29,15 @@ class RollBacks:
         self._ledger, self._rule, self._checkpoints, self._served = ledger, rule, checkpoints, served
         self._limit, self._log = limit, log
         self._asked: str | None = None
-        self._compared = 0  # the last closed round after which evaluations were compared
+        self._evaluated = True  # since evaluations were compared
 
     def request(self, to: str) -> None:
         """Takes an operator's request, which stays in the ledger until it is handled. to: a round's number."""
         self._asked = to
+
+    def evaluated(self) -> None:
+        """Devices have reported evaluations, which are compared before the next round opens."""
+        self._evaluated = True
 
     def go_back_if_due(self, *, last: bool) -> None:
         """Rolls back if it was requested or the model is worse. last: no further round opens."""
@@ -57,16 +61,18 @@ class RollBacks:
         self._log(f"training goes on from the model of round {to}: {why}")
 
     def _worse_model(self) -> tuple[int, str] | None:
-        """(round to go back to, why), or None; determined once after each round. A model that training was rolled back
-        to is not rolled back again."""
-        number, served = self._rule.checkpoint.round, self._served.reference
-        if not self._limit or served is None or self._compared == number:
+        """(round to go back to, why), or None; determined once after evaluations arrived. A model that training was
+        rolled back to is not rolled back again."""
+        served = self._served.reference
+        if not self._limit or served is None or not self._evaluated:
             return None
-        self._compared, before = number, json.loads(self._ledger.fact(FACT) or '{"from": 0}')
-        found = accuracy_drop.better_round(
-            self._ledger, served.round, self._checkpoints.served_rounds(), self._limit
-        )
-        if found is None or served.round <= before["from"]:
+        self._evaluated, before = False, json.loads(self._ledger.fact(FACT) or '{"from": 0}')
+        kept = self._checkpoints.served_rounds()
+        newest = accuracy_drop.newest_evaluated(self._ledger, {*kept, served.round})
+        if newest is None or newest <= before["from"]:
+            return None
+        found = accuracy_drop.better_round(self._ledger, newest, kept, self._limit)
+        if found is None:
             return None
         to, lost = found
-        return to, f"with the one of round {served.round} the median device lost {100 * lost:.1f} points of accuracy"
+        return to, f"with the one of round {newest} the median device lost {100 * lost:.1f} points of accuracy"

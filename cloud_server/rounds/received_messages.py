@@ -104,6 +104,7 @@ class DeviceMessages:
             evaluations.record(self._ledger, device, report)
         if report.evaluations and report.evaluated_round is not None:
             self._parts.budget.evaluated(report.evaluated_round)
+            self._parts.roll_backs.evaluated()
         if report.alone is not None and report.evaluated_round is not None:
             self._parts.warnings.reported(device, report.evaluated_round, self._members.ready())
 

@@ -29,8 +29,7 @@ WORKING = ("train", "upload")
 class Reporter:
     """trains: whether this device can train. limits: of its board, which is called ``board``. ``round``: of the current
     manifest; before the first one it is None and nothing is reported. ``said``: the phase of the last presence or
-    heartbeat. ``packed``: how the aggregator reads reports
-    (``messages.encode``)."""
+    heartbeat. ``packed``: what the aggregator can read (``messages.encode``)."""
 
     def __init__(
         self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,

@@ -60,6 +60,12 @@ def counted(w: World, number: int) -> set[str]:
     return {u.device for u in w.server.ledger.rows(Update, round=number, status="counted")}
 
 
+def start(w: World, devices: int) -> None:
+    w.start_server()
+    for n in range(devices):
+        w.start_agent(f"d{n}", toy(n))
+
+
 def opened(w: World, number: int) -> bool:
     return w.server is not None and w.server.open is not None and w.server.open.number == number
 
@@ -172,9 +178,7 @@ def test_a_first_device_that_dies_holds_up_the_others_for_its_grace_and_no_longe
 
 def test_a_device_that_leaves_in_order_is_not_waited_for_at_all(fleet):
     w = fleet(rounds=1, devices=3)
-    w.start_server()
-    for n in range(3):
-        w.start_agent(f"d{n}", toy(n))
+    start(w, 3)
     w.trainers["d2"].inner = Never()
     assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 2, tick_s=TICK_S)
     w.agents.pop("d2").close()
@@ -184,9 +188,7 @@ def test_a_device_that_leaves_in_order_is_not_waited_for_at_all(fleet):
 
 def test_a_device_whose_connection_breaks_for_a_moment_is_still_counted(fleet):
     w = fleet(rounds=1, devices=3)
-    w.start_server()
-    for n in range(3):
-        w.start_agent(f"d{n}", toy(n))
+    start(w, 3)
     slow = w.trainers["d2"].inner
     w.trainers["d2"].inner = Never()
     assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 2, tick_s=TICK_S)
@@ -202,9 +204,7 @@ def test_a_device_whose_connection_breaks_for_a_moment_is_still_counted(fleet):
 
 def test_one_that_is_on_and_silent_is_waited_for_until_the_deadline(fleet):
     w = fleet(rounds=1, devices=3, fleet="deadline_s = 20")
-    w.start_server()
-    for n in range(3):
-        w.start_agent(f"d{n}", toy(n))
+    start(w, 3)
     w.trainers["d2"].inner = Never()
     assert 19 < seconds(w, lambda: w.closed() == 1) < 22
     assert counted(w, 1) == {"d0", "d1"}
@@ -213,10 +213,9 @@ def test_one_that_is_on_and_silent_is_waited_for_until_the_deadline(fleet):
 def test_others_take_the_places_of_the_gone_and_as_many_updates_are_needed_as_before(fleet):
     """Of four, three die: one update and one newcomer are each below the quorum of two, and enough together."""
     w = fleet(rounds=1, devices=4)
-    w.start_server()
-    for n in range(4):
-        w.start_agent(f"d{n}", toy(n))
-        w.trainers[f"d{n}"].inner = InlineTrainer() if n == 0 else Never()
+    start(w, 4)
+    for n in range(1, 4):
+        w.trainers[f"d{n}"].inner = Never()
     assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 1, tick_s=TICK_S)
     for n in range(1, 4):
         w.kill_agent(f"d{n}")
@@ -232,9 +231,7 @@ def test_others_take_the_places_of_the_gone_and_as_many_updates_are_needed_as_be
 
 def test_a_round_whose_cohort_changed_continues_after_a_kill_with_what_was_received(fleet):
     w = fleet(rounds=1, devices=2, fleet="quorum = 1.0")
-    w.start_server()
-    for n in range(2):
-        w.start_agent(f"d{n}", toy(n))
+    start(w, 2)
     w.trainers["d1"].inner = Never()
     assert w.pump(lambda: opened(w, 1) and len(w.server.open.received) == 1, tick_s=TICK_S)
     w.kill_agent("d1")
@@ -254,9 +251,7 @@ def test_a_round_whose_cohort_changed_continues_after_a_kill_with_what_was_recei
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_servers_dual_is_the_devices_duals_when_a_newcomer_took_a_place_in_mid_run(fleet, killed):
     w = fleet(rounds=6, devices=2, fleet="quorum = 1.0", hyper="penalty = 0.1")
-    w.start_server()
-    for n in range(2):
-        w.start_agent(f"d{n}", toy(n))
+    start(w, 2)
     assert w.pump(lambda: opened(w, 3))
     w.trainers["d1"].inner = Never()
     assert w.pump(lambda: w.server.open is not None and len(w.server.open.received) == 1 and w.closed() >= 2)
@@ -287,9 +282,7 @@ def test_devices_that_all_fail_are_asked_once_each_until_the_deadline(fleet):
 
 def test_a_late_joiner_takes_part_in_the_next_round_and_nothing_stalls(fleet):
     w = fleet(rounds=60, devices=2)
-    w.start_server()
-    for n in range(2):
-        w.start_agent(f"d{n}", toy(n))
+    start(w, 2)
     assert w.pump(lambda: opened(w, 3))
     w.start_agent("late", toy(7))
     assert seconds(w, lambda: "late" in counted(w, w.closed())) < 5

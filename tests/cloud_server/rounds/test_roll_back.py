@@ -13,7 +13,7 @@ from cloud_server.commands import server as commands
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Evaluation, Round
 from cloud_server.records.checkpoint import served_rounds
-from cloud_server.results.accuracy_drop import better_round
+from cloud_server.results.accuracy_drop import better_round, newest_evaluated
 from cloud_server.rounds.decide_roll_back import FACT
 from fleet_core.base import trees
 from fleet_core.base.errors import StateError
@@ -31,11 +31,9 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fsync(monkeypatch)
 
 
-def started(
-    folder: Path, robust: str = "", *, method: str = "pfldyn-proto", rounds: int = ROUNDS, every: int = 2
-) -> World:
-    return liars.started(folder, robust, devices=DEVICES, fewest=DEVICES, rounds=rounds, method=method,
-                         link="max_update_norm = 1e6", every=every)
+def started(folder: Path, robust: str = "", *, method: str = "pfldyn-proto") -> World:
+    return liars.started(folder, robust, devices=DEVICES, fewest=DEVICES, rounds=ROUNDS, method=method,
+                         link="max_update_norm = 1e6", every=2)
 
 
 def closed(w: World, number: int) -> bool:
@@ -113,19 +111,17 @@ def test_a_request_outlives_the_aggregator_and_an_interrupted_round(tmp_path: Pa
 def test_a_model_that_costs_the_devices_accuracy_is_rolled_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One device ruins the model where the bound is a constant; the devices' evaluations show it. They take as long as
-    two rounds here, and have to arrive before the next model is served."""
-    rounds, every = 16, 4
-    w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta", rounds=rounds, every=every)
-    until_evaluated(w, every)
-    good = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=every, stage="before")])
+    """One device ruins the model where the bound is a constant; the devices' evaluations show it."""
+    w = started(tmp_path, "roll_back = 0.1", method="fedavg-meta")
+    until_evaluated(w, 2)
+    good = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=2, stage="before")])
     with monkeypatch.context() as patch:
         lie(patch, {"d2": -1000.0})
         assert w.pump(lambda: bool(went_back(w)))
     assert "the median device lost" in str(went_back(w)["why"])
-    assert w.pump(partial(closed, w, rounds))
-    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=rounds, stage="before")) == DEVICES)
-    end = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=rounds, stage="before")])
+    assert w.pump(partial(closed, w, ROUNDS))
+    assert w.pump(lambda: len(w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")) == DEVICES)
+    end = np.mean([row.accuracy for row in w.server.ledger.rows(Evaluation, round=ROUNDS, stage="before")])
     assert end > good - 0.1
     w.close()
 
@@ -174,6 +170,19 @@ def test_the_median_device_decides(
         evaluated(ledger, 2, [0.9] * 5)
         evaluated(ledger, 3, newest)
         assert better_round(ledger, 3, [1, 2, 3], 0.1) == found
+
+
+@pytest.mark.parametrize(("of_3", "newest"), [([], 2), ([0.9], 2), ([0.9] * 3, 3)])
+def test_a_model_is_compared_though_a_newer_one_is_served_that_too_few_have_evaluated(
+    tmp_path: Path, of_3: list[float], newest: int
+) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.put(*(Device(name=f"d{n}") for n in range(5)))
+        evaluated(ledger, 1, [0.9] * 5)
+        assert newest_evaluated(ledger, [1]) is None, "there is no earlier one"
+        evaluated(ledger, 2, [0.5] * 5)
+        evaluated(ledger, 3, of_3)
+        assert newest_evaluated(ledger, [1, 2, 3]) == newest
 
 
 @pytest.mark.slow
