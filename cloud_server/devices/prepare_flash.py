@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ from fleet_core.algorithms.plugins import GROUP
 from fleet_core.base import config, schema
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.schema import Problem
-from fleet_core.board import catalogue
+from fleet_core.board import catalogue, source_settings
 from fleet_core.board import device_settings as agents
 from fleet_core.board import profile as boards
+from fleet_core.board.source_settings import BUTTONS, SOURCES, Button, Source
 from fleet_core.link.host_names import is_loopback
 from fleet_core.link.mqtt import check_plain, parse_url
 from fleet_core.protocol import enrolment_token
@@ -44,6 +45,14 @@ TOKEN_STEP_BYTES = 1024
 TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
           "metrics": agents.Metrics, "power": agents.Power, "radio": agents.Radio, "unlabelled": agents.Unlabelled,
           "privacy": agents.Demands}
+
+
+@dataclass(frozen=True)
+class Sensors:
+    """The lists of tables for the agent."""
+
+    source: tuple[Source, ...] = field(default=(), metadata={"variants": SOURCES, "max_length": 32})
+    button: tuple[Button, ...] = field(default=(), metadata={"variants": BUTTONS, "max_length": 32})
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,11 @@ def _problems(folder: Path, tables: Mapping[str, Any]) -> list[Problem]:
         if isinstance(table := tables.get(name), dict):
             _, problems = schema.read(kind, table)
             found += [Problem(f"{name}.{problem.key}", problem.what, problem.hint) for problem in problems]
+    sensors, problems = schema.read(Sensors, {key: tables[key] for key in ("source", "button") if key in tables})
+    found += problems
+    if sensors is not None:
+        with _collecting("source", found):
+            source_settings.check(sensors.source, sensors.button, "")
     fleet, board = tables.get("fleet"), tables.get("board")
     if isinstance(fleet, str) and not (folder / Path(os.path.expanduser(fleet)) / "fleet.toml").is_file():
         found.append(Problem("fleet", f"there is no fleet here: '{fleet[:200]}' (metafleet init makes one)"))

@@ -28,7 +28,12 @@ class DeviceFile:
     radio: Mapping[str, Any] = field(default_factory=dict)
     personalize: Mapping[str, Any] = field(default_factory=dict)
     serve: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     tls: Mapping[str, Any] = field(default_factory=dict)
+    unlabelled: Mapping[str, Any] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+    source: tuple[Mapping[str, Any], ...] = ()
+    button: tuple[Mapping[str, Any], ...] = ()
 
 
 def write_device_folder(fleet: Fleet, name: str, folder: Path, broker: str, **sections: dict[str, Any]) -> Path:

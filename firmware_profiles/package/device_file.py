@@ -48,6 +48,10 @@ MASK = "********"
 NAME = r"[A-Za-z0-9_-]{1,64}"
 HOSTNAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 RESERVED = ("root", "metafleet")
+FOR_THE_AGENT = (
+    "data", "train", "personalize", "serve", "metrics", "power", "radio", "unlabelled", "privacy", "source", "button",
+)
+"""Tables that are copied to the device."""
 KEY_TYPES = r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)@openssh\.com)"
 MAX_KEY_BYTES = 1 << 14
 
@@ -110,6 +114,10 @@ class DeviceFile:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     power: Mapping[str, Any] = field(default_factory=dict)
     radio: Mapping[str, Any] = field(default_factory=dict)
+    unlabelled: Mapping[str, Any] = field(default_factory=dict)
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+    source: tuple[Mapping[str, Any], ...] = ()
+    button: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def host(self) -> str:
@@ -118,10 +126,9 @@ class DeviceFile:
         return self.hostname or plain or "metafleet"
 
     @property
-    def tables(self) -> dict[str, dict[str, Any]]:
+    def tables(self) -> dict[str, Any]:
         """The tables to copy to the device's device.toml, without empty ones."""
-        named = ("data", "train", "personalize", "serve", "metrics", "power", "radio")
-        return {name: dict(getattr(self, name)) for name in named if getattr(self, name)}
+        return {name: table for name in FOR_THE_AGENT if (table := schema.plain(getattr(self, name)))}
 
     def masked(self) -> DeviceFile:
         """A copy to show, with stars in place of the Wi-Fi password and the ssh keys."""

@@ -92,19 +92,22 @@ def line_of(text: str, key: str) -> int:
 
 
 def toml(value: Any, prefix: str = "", notes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A mapping of scalars, lists and tables as TOML text; None is left out. notes: dotted key -> the comment above
-    it."""
-    lines, tables = [], []
+    """A mapping of scalars, lists, tables and lists of tables as TOML text; None is left out. notes: dotted key -> the
+    comment above it."""
+    lines: list[str] = []
+    tables: list[tuple[str, str, Any]] = []
     for key, item in value.items():
+        name = f"{prefix}{key}"
         if isinstance(item, dict):
-            tables.append((key, item))
+            tables.append((name, f"[{name}]", item))
+        elif isinstance(item, (list, tuple)) and item and isinstance(item[0], dict):
+            tables += [(name, f"[[{name}]]", one) for one in item]
         elif item is not None:
-            note = notes.get(f"{prefix}{key}")
+            note = notes.get(name)
             lines += [*([f"# {note}"] if note else []), f"{key} = {_literal(item)}"]
     body = "\n".join(lines) + ("\n" if lines else "")
-    for key, item in tables:
-        name = f"{prefix}{key}"
-        body += f"\n[{name}]\n" + toml(item, name + ".", notes)
+    for name, head, item in tables:
+        body += f"\n{head}\n" + toml(item, name + ".", notes)
     return body
 
 

@@ -30,6 +30,31 @@ from fleet_core.model.layout import InputSpec, Layout
 CLASSES = ("a", "b", "c")
 DEVICE = f'[device]\nname = "d0"\nfleet = "t"\nkey = "{"0" * 64}"\n'
 
+SENSORS = """
+[unlabelled]
+max_age_s = 60.0
+
+[privacy]
+secure_aggregation = true
+
+[[source]]
+kind = "command"
+name = "pump"
+command = ["python3", "read_bus.py"]
+gain = [0.5, 2.0]
+
+[[source]]
+kind = "folder"
+path = "incoming"
+
+[[button]]
+kind = "gpio"
+line = 17
+label = "a"
+source = "pump"
+"""
+"""Tables of device.toml."""
+
 
 def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list to which every run of a session from now on appends its number of samples."""

@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import pytest
 from cloud_server.choices.first_settings import topic_name
 from cloud_server.commands import cli as operator_cli
 from cloud_server.commands import lab
+from cloud_server.identity.device_folder import DeviceFile
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Round
 from cloud_server.records.fleet_folder import Fleet
@@ -33,12 +34,13 @@ from edge_agent.device.state import DeviceState
 from fleet_core import __version__
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, processes
-from fleet_core.board.device_settings import settings_of
+from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.data.samples import load, save
 from fleet_core.link.interface import Connected, Message
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.protocol import topics
 from tests.support.cli import Ran, Run, runner
+from tests.support.homes import SENSORS
 from tests.support.paths import ROOT
 from tests.support.programs import metafleet, programs_in, run_to_end, small_fleet, write_samples
 from tests.support.waiting import PATIENCE_S
@@ -689,11 +691,18 @@ def test_a_home_that_is_another_devices_is_refused(run: Run, place: Path, data: 
 
 def test_enrolling_again_changes_the_broker_and_keeps_what_a_person_wrote(run: Run, place: Path) -> None:
     path = place / "d0" / "device.toml"
-    path.write_text(path.read_text() + "\n[power]\nidle_w = 3.1\nbusy_w = 6.1\n")
+    path.write_text(path.read_text() + "\n[power]\nidle_w = 3.1\nbusy_w = 6.1\n" + SENSORS)
+    before = settings_of(place / "d0")
     ran = run("metafleet", "devices", "enroll", place / "fleet", "d0", "--to", place / "d0", "--broker", "mqtt://[::1]")
     assert ran.code == 0
     settings = settings_of(place / "d0")
     assert (settings.device.broker, settings.power.busy_w) == ("mqtt://[::1]", 6.1)
+    assert replace(settings, device=before.device) == before
+    assert len(settings.source) == 2
+
+
+def test_a_device_folder_keeps_every_table_that_an_agent_reads() -> None:
+    assert {one.name for one in fields(DeviceFile)} == {one.name for one in fields(Settings)}
 
 
 @pytest.mark.slow

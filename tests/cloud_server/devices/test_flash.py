@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fleet_core.backbone import backbone_file
 from fleet_core.base.errors import ConfigError, FlashError
 from fleet_core.board import catalogue
 from fleet_core.protocol import enrolment_token
-from tests.support import backbones, disks, wheels
+from tests.support import backbones, disks, homes, wheels
 from tests.support.disks import MIB
 from tests.support.loopback_board import random_program
 from tests.support.pki import lab_fleet
@@ -364,6 +365,25 @@ def test_what_a_plan_does_not_hold_cannot_be_shown(desk):
     assert set(secret.data) == {ord("*")}
     assert dataclasses.replace(secret).secret
     assert partition_files.ON_FAT == "metafleet/program.tar.gz"
+
+
+def test_the_tables_of_sensors_and_privacy_reach_the_device(desk, tmp_path):
+    made = prepare_flash.prepare(device(desk, DEVICE + homes.SENSORS))
+    packed = prepare_flash.package_of(made, program.make(made.machine, say=print), None)
+    text = next(file.data for file in packed.files if file.path == "etc/device.toml").decode()
+    wanted = tomllib.loads(homes.SENSORS)
+    assert {key: table for key, table in tomllib.loads(text).items() if key in wanted} == wanted
+
+
+def test_mistakes_in_tables_of_sensors_are_reported_with_the_others(desk):
+    wrong = homes.SENSORS.replace('"folder"', '"foldr"').replace("max_age_s = 60.0", "max_age = 1")
+    with pytest.raises(ConfigError) as refused:
+        prepare_flash.prepare(device(desk, DEVICE + wrong))
+    assert "unlabelled.max_age: unknown key (did you mean 'max_age_s'?)" in str(refused.value)
+    assert "source[1].kind: unknown value 'foldr'" in str(refused.value)
+    nowhere = homes.SENSORS.replace('source = "pump"', 'source = "pum"')
+    with pytest.raises(ConfigError, match="button 1: there is no source 'pum'"):
+        prepare_flash.prepare(device(desk, DEVICE + nowhere))
 
 
 def test_the_fleets_backbone_is_flashed_too(desk):

@@ -501,7 +501,7 @@ def test_every_problem_is_named_at_once_with_the_nearest_known_word():
 scalars = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | text
 tables = st.recursive(
     st.dictionaries(names, scalars | st.lists(st.integers(0, 9) | text, max_size=3), max_size=4),
-    lambda inner: st.dictionaries(names, inner | scalars, max_size=3),
+    lambda inner: st.dictionaries(names, inner | scalars | st.lists(inner, min_size=1, max_size=2), max_size=3),
     max_leaves=6,
 )
 
