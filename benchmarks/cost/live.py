@@ -1,13 +1,14 @@
 """The saving on the wire: live fleets over MQTT with TLS, one for each codec, and bytes of a device and round.
 
-    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --out FOLDER [--devices 8] [--rounds 20] [--only CODEC ...]
+    METAFLEET_DATA=CACHE python -m benchmarks.cost.live --out FOLDER [--task TASK] [--devices 8] [--rounds 20]
+        [--only CODEC ...]
     METAFLEET_DATA=CACHE python -m benchmarks.cost.live --plan
 
-Aggregator, mosquitto with certificates, and agents are processes on this machine. The first patients of the task
-heartbeat-22 train, all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to
-the last but one, so that neither the graph, nor the first model, nor the served model after the last round counts:
-payload, what went through the MQTT socket, and on the wire: TLS, TCP and IP. ``planned`` and ``run_`` are the bytes of
-all devices in the whole run, by ``metafleet plan`` before it and the ledger after it. It writes live.json. --plan:
+Aggregator, mosquitto with certificates, and agents are processes on this machine. The first devices of the task train,
+all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to the last but one, so
+that neither the graph, nor the first model, nor the served model after the last round counts: payload, what went
+through the MQTT socket, and on the wire: TLS, TCP and IP. ``planned_`` and ``run_`` are the bytes of all devices in the
+whole run, by ``metafleet plan`` before it and the ledger after it. It writes the rows of the task in live.json. --plan:
 plans the fleets of live.json again, in this process, and runs none.
 """
 
@@ -18,15 +19,18 @@ import json
 import shutil
 import tomllib
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.cost.to_target import BEST, CHOSEN, PER_FEDAVG, PFLDYN, task
 from benchmarks.own_data.commands import Commands
+from cloud_server.choices.first_settings import fleet_toml
 from cloud_server.laboratory.plan import planned_costs
 from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.laboratory.plan.planned_bytes import Asked
+from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run.rehearsal import rehearsed
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Volume
@@ -37,41 +41,39 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config
 from fleet_core.base.processes import say
 from fleet_core.base.storage import write_atomic, write_json
-from fleet_core.data.heartbeat import CLASSES
 from fleet_core.data.samples import Samples, save
-from fleet_core.data.sets.registry import entry
 from fleet_core.learning import models
 
 HERE = Path(__file__).parent
 RESULT = HERE / "live.json"
-TASK, FLEET = "heartbeat-22", "fleet"
+TASKS, FLEET = ("heartbeat-22", "har", "mnist"), "fleet"
 ROWS = ((PER_FEDAVG, "fp32"), (PFLDYN, "fp32"), (PFLDYN, "int8"), (PFLDYN, BEST))
 FIRST_ROUND = 3
 ROUNDS_S = 1800.0
 COUNTERS = ("payload", "mqtt", "wire")
 
 
-def measured(folder: Path, label: str, codec: str, devices: int, rounds: int) -> dict[str, Any]:
+def measured(folder: Path, name: str, label: str, codec: str, devices: int, rounds: int) -> dict[str, Any]:
     """Runs one fleet in ``folder``, which is made anew: counter -> bytes of one device in one round, up and down."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    methods = json.loads(CHOSEN.read_text())[TASK]["methods"]
-    method = methods[BEST if codec == BEST else label]
-    codec = method["codec"] if codec == BEST else codec
-    commands = Commands(folder)
+    method, up, down = chosen(name, label, codec)
+    commands, work = Commands(folder), workloads.build(task(name))
     with ExitStack() as stack:
         stack.callback(commands.end)
-        up, _, down = codec.partition("/")
-        commands.done("metafleet", "init", FLEET, "--data", "heartbeat", "--model", task(TASK).model.name, "--no-trial",
-                      "--method", method["method"], "--codec", f"up:{up},down:{down or up}", "--rounds", rounds)
+        model = task(name).model
+        made = tomllib.loads(fleet_toml(
+            replace(work.samples.take(work.train[0].train), classes=work.classes), FLEET, method["method"], model.name,
+            rounds=rounds, seed=0, spec=work.spec, model_options=model.options, codec=f"up:{up},down:{down}",
+            min_devices=devices, serve_every=rounds,
+        ))
         settings = folder / FLEET / "fleet.toml"
-        made = tomllib.loads(settings.read_text())
-        made["hyper"] = method["hyper"]
-        made["fleet"] |= {"min_devices": devices, "serve_every": rounds}
-        write_atomic(settings, config.toml(made).encode())
+        settings.parent.mkdir()
+        write_atomic(settings, config.toml({**made, "hyper": method["hyper"]}).encode())
+        commands.done("metafleet", "init", FLEET)
         server, log = commands.start("metafleet", "server", "start", FLEET, "--host", "0.0.0.0", "--quiet")
         commands.says(log, "broker: ")
-        names = enrolled(commands, devices)
+        names = enrolled(commands, work, devices)
         plan = json.loads(commands.done("metafleet", "plan", FLEET, "--devices", devices, "--json").stdout)
         agents = [commands.start("edge-agent", "run", "--home", name)[0] for name in names]
         with Ledger(folder / FLEET / "ledger.sqlite") as ledger:
@@ -80,31 +82,37 @@ def measured(folder: Path, label: str, codec: str, devices: int, rounds: int) ->
             found, run = [by_round[number] for number in range(FIRST_ROUND, rounds)], ledger.volume()[None]
         commands.stop(*agents)
         commands.stop(server)
-    return {"method": label, "codec": codec,
-            **{name: each(found, name, devices) for name in COUNTERS}, "planned": plan[0]["payload_bytes"],
+    return {"method": label, "codec": up if up == down else f"{up}/{down}",
+            **{name: each(found, name, devices) for name in COUNTERS},
+            **{f"planned_{name}": plan[0][f"{name}_bytes"] for name in ("payload", "wire")},
             **{f"run_{name}": up_and_down(getattr(run, name)) for name in ("payload", "wire")}}
 
 
-def planned(label: str, codec: str, devices: int, rounds: int) -> dict[str, int]:
-    """What ``metafleet plan`` says of that fleet, computed here."""
-    method = json.loads(CHOSEN.read_text())[TASK]["methods"][BEST if codec == BEST else label]
+def chosen(name: str, label: str, codec: str) -> tuple[dict[str, Any], str, str]:
+    """(method and hyper-parameters, codec up, codec down) of a row."""
+    method = json.loads(CHOSEN.read_text())[name]["methods"][BEST if codec == BEST else label]
     up, _, down = (method["codec"] if codec == BEST else codec).partition("/")
-    kind, spec, name = METHODS[method["method"]], entry("heartbeat").input_spec, task(TASK).model.name
-    layout = models.describe(name, spec, CLASSES, {})
-    graph, _ = first(name, spec, CLASSES, {}, head="head" in kind.shared, seed=0)
+    return method, up, down or up
+
+
+def planned(name: str, label: str, codec: str, devices: int, rounds: int) -> dict[str, dict[str, int]]:
+    """What ``metafleet plan`` says of that fleet, computed here."""
+    (method, up, down), work, model = chosen(name, label, codec), workloads.build(task(name)), task(name).model
+    kind = METHODS[method["method"]]
+    layout = models.describe(model.name, work.spec, work.classes, model.options)
+    graph, _ = first(model.name, work.spec, work.classes, model.options, head="head" in kind.shared, seed=0)
     asked = Asked(
         label=label, method=kind, hyper=read_hyper(kind, method["hyper"])[0], layout=layout, rounds=rounds,
-        devices=devices, codec_up=up, codec_down=down or up, serve_every=rounds, graph_bytes=len(graph),
+        devices=devices, codec_up=up, codec_down=down, serve_every=rounds, graph_bytes=len(graph),
         first=models.initial(layout, 0), chunk_bytes=LinkSection().chunk_bytes,
     )
     found = planned_costs.planned(asked, None, rehearsed)
-    say(f"{label} with {codec}: sizes {found.sizes}")
-    return up_and_down(found.payload_bytes)
+    say(f"{name}: {label} with {codec}: sizes {found.sizes}")
+    return {f"planned_{counter}": up_and_down(getattr(found, f"{counter}_bytes")) for counter in ("payload", "wire")}
 
 
-def enrolled(commands: Commands, devices: int) -> list[str]:
+def enrolled(commands: Commands, work: Workload, devices: int) -> list[str]:
     """Enrols the first devices with a token each; their homes hold their training samples."""
-    work = workloads.build(task(TASK))
     names = []
     for share in work.train[:devices]:
         name = f"p{share.name}"
@@ -131,27 +139,32 @@ def up_and_down(counted: Bytes) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the fleets")
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=dict.fromkeys(codec for _, codec in ROWS), metavar="CODEC",
-                        help="fp32, int8 or best; the other rows of live.json stay")
+                        help="fp32, int8 or best; the task's other rows in live.json stay")
     parser.add_argument("--plan", action="store_true")
     given = parser.parse_args()
-    asked = {"task": TASK, "devices": given.devices, "rounds": given.rounds}
-    kept = json.loads(RESULT.read_text()) if given.only or given.plan else {}
-    if kept and {key: kept[key] for key in asked} != asked:
-        raise SystemExit(f"{RESULT} is of other devices or rounds: run all rows")
-    for k, (label, codec) in enumerate(ROWS):
-        if given.plan:
-            kept["rows"][k]["planned"] = planned(label, codec, given.devices, given.rounds)
-            write_json(RESULT, kept)
-        elif not given.only or codec in given.only:
-            found = measured(given.out / f"{label}-{codec}", label, codec, given.devices, given.rounds)
-            say(json.dumps(found))
-            rows = [*kept.get("rows", ())[:k], found, *kept.get("rows", ())[k + 1:]]
-            kept = {**asked, "rows": rows}
-            if len(rows) == len(ROWS):
+    kept = json.loads(RESULT.read_text())
+    if given.plan:
+        for name, fleets in kept.items():
+            for (label, codec), row in zip(ROWS, fleets["rows"], strict=True):
+                row |= planned(name, label, codec, fleets["devices"], fleets["rounds"])
                 write_json(RESULT, kept)
+        return
+    asked, before = {"devices": given.devices, "rounds": given.rounds}, kept.get(given.task, {})
+    if given.only and {key: before.get(key) for key in asked} != asked:
+        raise SystemExit(f"{RESULT} is of other devices or rounds: run all rows")
+    rows = {(row["method"], row["codec"]): row for row in before.get("rows", ())} if given.only else {}
+    for label, codec in ROWS:
+        if given.only and codec not in given.only:
+            continue
+        folder = given.out / f"{given.task}-{label}-{codec}"
+        row = measured(folder, given.task, label, codec, given.devices, given.rounds)
+        say(json.dumps(row))
+        rows[label, row["codec"]] = row
+    write_json(RESULT, {**kept, given.task: {**asked, "rows": list(rows.values())}})
 
 
 if __name__ == "__main__":

@@ -162,24 +162,28 @@ def chosen_table(chosen: Mapping[str, Any]) -> str:
 # Live fleets ----------------------------------------------------------------------------------------------------------
 
 
-def live_table(found: Mapping[str, Any], curves: Mapping[str, Curves]) -> str:
+def live_table(fleets: Mapping[str, Any], found: Mapping[str, Curves]) -> str:
     """Bytes of a device and round by counter, and how many times PFLDyn-Proto's in fp32 are those: simulated, and live
     by payload and wire."""
-    devices = task_devices(found["task"])
-    simulated = {key: mean(one.total(-1) / one.rounds[-1] for one in several) / devices
-                 for key, several in curves[found["task"]].items()}
-    rows = dict(zip(live.ROWS, found["rows"], strict=True))
-    base = rows[FP32[PFLDYN]]
     lines = []
-    for key, row in rows.items():
-        sums = {name: row[name]["up"] + row[name]["down"] for name in live.COUNTERS}
-        times = [simulated[FP32[PFLDYN]] / simulated[key],
-                 *((base[name]["up"] + base[name]["down"]) / sums[name] for name in ("payload", "wire"))]
-        lines.append([f"`{row['method']}`", f"`{row['codec']}`", *(f"{value:,.0f}" for value in sums.values()),
-                      *(f"{value:.2f}" for value in times)])
-    head = ("method", "codec", "payload", "MQTT", "wire", "simulated payload, times", "live payload, times",
+    for name, live_fleets in fleets.items():
+        devices, rows = task_devices(name), rows_of(live_fleets)
+        simulated = {key: mean(one.total(-1) / one.rounds[-1] for one in several) / devices
+                     for key, several in found[name].items()}
+        sums = {key: {counter: sum(row[counter].values()) for counter in live.COUNTERS} for key, row in rows.items()}
+        base = FP32[PFLDYN]
+        for key, row in rows.items():
+            times = [simulated[base] / simulated[key],
+                     *(sums[base][counter] / sums[key][counter] for counter in ("payload", "wire"))]
+            lines.append([TITLES[name], f"`{row['method']}`", f"`{row['codec']}`",
+                          *(f"{value:,.0f}" for value in sums[key].values()), *(f"{value:.2f}" for value in times)])
+    head = ("task", "method", "codec", "payload", "MQTT", "wire", "simulated payload, times", "live payload, times",
             "wire, times")
     return markdown.table(head, lines)
+
+
+def rows_of(live_fleets: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
+    return dict(zip(live.ROWS, live_fleets["rows"], strict=True))
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
@@ -262,14 +266,17 @@ COSTS: Mapping[str, Callable[[Point], float]] = {
 COLOURS = {label: style(k)[0] for k, label in enumerate((*FP32, "pflscaf-proto"))}
 
 
-def plan_table(found: Mapping[str, Any]) -> str:
+def plan_table(fleets: Mapping[str, Any]) -> str:
     """Bytes of the whole run, all devices: planned before it, and the ledger's after it."""
     lines = []
-    for row in found["rows"]:
-        planned, *moved = (sum(row[name].values()) for name in ("planned", "run_payload", "run_wire"))
-        lines.append([f"`{row['method']}`", f"`{row['codec']}`", bytes_text(planned), *map(bytes_text, moved),
-                      *(f"{planned / one - 1:+.0%}" for one in moved)])
-    head = ("method", "codec", "planned payload", "payload", "wire", "plan against payload", "against wire")
+    for name, live_fleets in fleets.items():
+        for row in rows_of(live_fleets).values():
+            cells = []
+            for counter in ("payload", "wire"):
+                planned, moved = (sum(row[f"{when}_{counter}"].values()) for when in ("planned", "run"))
+                cells += [bytes_text(planned), bytes_text(moved), f"{planned / moved - 1:+.0%}"]
+            lines.append([TITLES[name], f"`{row['method']}`", f"`{row['codec']}`", *cells])
+    head = ("task", "method", "codec", "planned payload", "payload", "off by", "planned wire", "wire", "off by")
     return markdown.table(head, lines)
 
 

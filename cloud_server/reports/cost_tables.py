@@ -128,11 +128,11 @@ def month_note(rounds_per_day: float, tariff: Tariff | None) -> str:
 
 def planned_table(found: Sequence[Any]) -> tuple[tuple[str, ...], Rows]:
     """(heads, rows) of ``planned_costs.Planned``."""
-    heads = ("run", "devices", "asked", "rounds", "payload up / down", "chunks' overhead", "FLOP", "joules",
+    heads = ("run", "devices", "asked", "rounds", "payload up / down", "wire up / down", "FLOP", "joules",
              "computing")
     return heads, [
         (one.label, str(one.devices), str(one.cohort), str(one.rounds), _moved(one.payload_bytes),
-         _moved(one.chunk_bytes), _flops(one.flops), ABSENT if one.joules is None else phase_text(one.joules),
+         _moved(one.wire_bytes), _flops(one.flops), ABSENT if one.joules is None else phase_text(one.joules),
          ABSENT if one.seconds is None else seconds_text(one.seconds))
         for one in found
     ]

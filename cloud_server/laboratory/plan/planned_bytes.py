@@ -32,6 +32,13 @@ EXAMPLE_NAME, EXAMPLE_ID = "device-1", "0" * 32
 UNLIKE = 32  # bytes by which two examples differ
 PACKET_BYTES = 1 + 3 + 2 + 2 + 1  # PUBLISH at QoS 1 in MQTT 5: type, length, topic's length, identifier, properties
 ACKNOWLEDGED_BYTES = 4  # PUBACK
+SEGMENT_BYTES, HEADER_BYTES = 1448, 52  # of TCP in an Ethernet frame: payload, and its headers with IP's and timestamps
+MESSAGES = Bytes(up=1120, down=1430)
+"""Wire bytes of an asked device in a round beside models, updates and their chunks' headers: manifest, offer, reports,
+presence, answers. Measured on eight devices with short updates (heart beats in benchmarks/cost/live.json)."""
+MANIFEST = Bytes(up=78, down=613)
+"""The part of it that a device takes which is not asked: the manifest (benchmarks/cost/beside.py) and its
+acknowledgement, each with 22 bytes of TLS and TCP's headers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,3 +264,17 @@ class Sizes:
                         for n, size in ways[way]) for way in (0, 1))
         return Bytes(up=round(up * (PACKET_BYTES + len(topic_up)) + down * ACKNOWLEDGED_BYTES),
                      down=round(down * (PACKET_BYTES + len(topic_down)) + up * ACKNOWLEDGED_BYTES))
+
+    def on_wire(self, payload: Bytes) -> Bytes:
+        """All bytes of the link: ``payload`` with the chunks' headers, TCP and IP of full segments and of one
+        acknowledgement for two of them, and the messages of every round."""
+        asked, chunks = self._asked, self.chunk_overhead()
+        idle = asked.devices + asked.newcomers - self.cohort
+        up, down = payload.up + chunks.up, payload.down + chunks.down
+        header = HEADER_BYTES / SEGMENT_BYTES
+
+        def beside(way: str) -> int:
+            return asked.rounds * (self.cohort * getattr(MESSAGES, way) + idle * getattr(MANIFEST, way))
+
+        return Bytes(up=round(up + header * (up + down / 2)) + beside("up"),
+                     down=round(down + header * (down + up / 2)) + beside("down"))

@@ -1,7 +1,7 @@
-"""The predicted cost of a run: payload bytes, overhead of the chunks, operations, joules, computing time.
+"""The predicted cost of a run: payload and wire bytes, operations, joules, computing time.
 
 The plan assumes that every asked device delivers, and that a fleet's devices have samples for whole batches, so that
-their operations are an upper limit. It leaves out manifests, reports, presence and repeats.
+their operations are an upper limit. It leaves out connecting and repeats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PER_CLASS = 64  # assumed samples of each class on a device
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """chunk_bytes: MQTT headers and acknowledgements of all chunks; None in a simulation. seconds: computing time on
+    """wire_bytes: payload, MQTT, TLS, TCP and IP, the messages of rounds from a measured mean. chunk_bytes: the part of
+    it that is MQTT headers and acknowledgements of chunks. Both are None in a simulation. seconds: computing time on
     the board, with all devices in parallel. joules: of all devices. auto: what is assumed for the codec ``auto`` and
     for a schedule, which make payload_bytes an upper limit; None without them. sizes: what the sizes of updates and
     models are based on. absent: figure -> why it is not planned."""
@@ -36,6 +37,7 @@ class Planned:
     cohort: int
     payload_bytes: Bytes
     kinds: Mapping[str, Bytes]
+    wire_bytes: Bytes | None = None
     chunk_bytes: Bytes | None = None
     flops: float | None = None
     seconds: float | None = None
@@ -71,7 +73,8 @@ def planned(asked: Asked, board: Profile | None, rehearse: Rehearse | None = Non
         seconds = _seconds(board, None if each is None else each * asked.rounds, absent)
     return Planned(
         label=asked.label, rounds=asked.rounds, devices=asked.devices, cohort=sizes.cohort, payload_bytes=payload,
-        kinds=kinds, chunk_bytes=sizes.chunk_overhead() if asked.chunk_bytes else None, flops=flops, seconds=seconds,
+        kinds=kinds, wire_bytes=sizes.on_wire(payload) if asked.chunk_bytes else None,
+        chunk_bytes=sizes.chunk_overhead() if asked.chunk_bytes else None, flops=flops, seconds=seconds,
         joules=joules, board=board.name if board else None, auto=auto, sizes=about, absent=absent,
     )
 

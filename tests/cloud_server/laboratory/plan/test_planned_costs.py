@@ -15,6 +15,7 @@ from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan import planned_bytes, planned_costs
 from cloud_server.laboratory.plan import workload as workloads
+from cloud_server.ledger.ledger_sums import Bytes
 from cloud_server.ledger.ledger_tables import Evaluation
 from fleet_core.base import config
 from fleet_core.board import profile
@@ -81,6 +82,7 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
             assert before["kinds"][kind][way] == pytest.approx(getattr(moved, way), rel=WITHIN), kind
     assert before["flops"] >= sum(w.server.ledger.flops().values()), "the devices have few samples for a batch"
     assert before["chunk_bytes"]["down"] > 0
+    assert before["wire_bytes"]["down"] > before["payload_bytes"]["down"] + before["chunk_bytes"]["down"]
     w.close()
 
 
@@ -107,6 +109,7 @@ def test_the_plan_of_an_experiment_is_what_its_simulation_sends(
         assert found["payload_bytes"][way] == pytest.approx(sum(row["payload_bytes"][way] for row in rows), rel=WITHIN)
     assert found["flops"] == pytest.approx(sum(row["flops"] for row in rows), rel=WITHIN)
     assert "chunk_bytes" not in found
+    assert "wire_bytes" not in found
     assert "joules" not in found
     assert found["absent"] == dict.fromkeys(("joules", "seconds"), "no board is named: --board NAME")
 
@@ -170,3 +173,14 @@ def test_a_fleet_without_devices_has_to_be_told_how_many(
     with pytest.raises(SystemExit):
         cli.main()
     assert "--devices N" in capsys.readouterr().err
+
+
+def test_the_wire_has_the_headers_of_segments_and_every_devices_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned_bytes.Sizes, "chunk_overhead", lambda self: Bytes(up=0, down=0))
+    sizes = planned_bytes.Sizes(asked(tmp_path, rounds=4, devices=10, cohort=2))
+    messages, manifest = planned_bytes.MESSAGES, planned_bytes.MANIFEST
+    found = sizes.on_wire(Bytes(up=2 * 1448, down=0))
+    assert found.up == 2 * 1448 + 2 * 52 + 4 * (2 * messages.up + 8 * manifest.up)
+    assert found.down == 52 + 4 * (2 * messages.down + 8 * manifest.down)
