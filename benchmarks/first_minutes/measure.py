@@ -36,7 +36,7 @@ DEMO = ("demo", "--devices", "4", "--rounds", "10", "--no-baseline", "--out", "d
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a user who has nothing: pip's own settings of this machine stay, its cache does not."""
+    """The environment of a user who has nothing; this machine's pip settings stay, its cache does not."""
     programs = folder / "programs"
     programs.mkdir()
     path = bare_path(programs)

@@ -237,7 +237,7 @@ def _devices(result: Result, rows: Mapping[str, str], where: str = "") -> dict[s
 
 
 def _draw_devices(sets: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """The share of new devices whose accuracy is at most so high."""
+    """The share of new devices with at most a given accuracy."""
     import matplotlib
 
     matplotlib.use("Agg")
