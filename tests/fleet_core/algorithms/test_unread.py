@@ -49,7 +49,7 @@ def other(hyper: Any, key: str) -> Any:
 
 
 def bits(name: str, hyper: Any) -> list[bytes]:
-    """Of everything that two rounds leave, and of a new and a known device's answers."""
+    """The bits of everything that two rounds leave, and of a new and a known device's answers."""
     data = [toy_samples(40), toy_samples(50, seed=1), toy_samples(60, seed=2)]
     fleet = Fleet(name, hyper, data)
     for _ in range(2):
