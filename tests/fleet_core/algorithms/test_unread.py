@@ -1,4 +1,4 @@
-"""Settings that do nothing: what a method states is what its bits say, and people who write one are told."""
+"""Settings without effect: a method declares exactly those that change no bit, and whoever sets one is told."""
 
 from __future__ import annotations
 
