@@ -57,7 +57,7 @@ def timed(command: list[str], where: Path, environ: Mapping[str, str]) -> float:
 
 
 def minutes(folder: Path) -> dict[str, Any]:
-    """From a clone to a table of results."""
+    """The seconds from a clone to a table of results."""
     environ, here = environment(folder), folder / "metafleet"
     steps = {"clone": timed(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(here)], folder, environ)}
     python = str(Path(environ["PATH"]) / "python3")

@@ -29,7 +29,7 @@ HOME_MIB = 16
 KEPT_ROUNDS = 50
 DAY_S = 86_400
 STEPS = 300
-"""So many that a round takes longer than its measurement."""
+"""Enough steps for a round to take longer than its measurement."""
 
 
 @dataclass

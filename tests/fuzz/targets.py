@@ -225,7 +225,7 @@ def _backbone() -> bytes:
 
 @functools.cache
 def _folder() -> Path:
-    """In memory where the machine has that."""
+    """A folder, in memory where the machine has that."""
     memory = Path("/dev/shm")
     holder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
     _kept.append(holder)

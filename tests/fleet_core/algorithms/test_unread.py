@@ -25,9 +25,9 @@ OTHER: dict[str, Any] = {
     "window_mean": False, "warm_up": 1, "kernel": "linear", "augmentation_steps": 1, "neighbours": 1, "mixture": 0.9,
     "finetune_steps": 3, "pull": 1.0,
 }
-"""Another value than the default or that of ``SMALL``; numbers that are not here are doubled."""
+"""Values other than the default and that of ``SMALL``; numbers that are not here are doubled."""
 IMAGES = ("augment",)
-"""What only images have."""
+"""Settings that only images have."""
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in METHODS), ("fedmeta-maml", {"form": "appendix"}), ("metavers", {"shots": 0}),
     ("metavers", {"loss_share": 1.0}), ("fedavg", {"server_optimizer": "adam"}), ("fedavg", {"finetune_steps": 2}),

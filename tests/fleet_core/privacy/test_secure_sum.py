@@ -109,7 +109,7 @@ def test_a_device_reveals_once_and_only_of_enough_devices() -> None:
         replace(asked, there=("d0", "d1"), gone=("d2", "d3", "d4")),  # too few
         replace(asked, there=("d0", "d1", "d2"), gone=("d3",)),  # not all
         replace(asked, gone=("d1",)),  # both kinds of share of one device
-        replace(asked, there=("d1", "d2", "d3", "d4"), gone=("d0",)),  # of itself
+        replace(asked, there=("d1", "d2", "d3", "d4"), gone=("d0",)),  # the device's own share
     ):
         with pytest.raises(MessageError, match="a sum of"):
             device.reveal(wrong)
