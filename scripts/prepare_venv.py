@@ -1,6 +1,6 @@
 """Prepares .venv for `make demo` and `make test`: pinned, once, and again only when what it installs has changed.
 
-Only the standard library, and syntax that an old Python reads too, so that it can say that it is too old.
+Only the standard library, and syntax that an old Python reads too, so that this can report that Python is too old.
 """
 
 import hashlib

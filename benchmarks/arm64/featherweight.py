@@ -1,8 +1,8 @@
 """A board with 512 MB and no torch takes part in rounds: a Raspberry Pi Zero 2 W as its profile has it, on an emulated
 Cortex-A53, with two x86-64 devices that have torch.
 
-Its memory is that of the agent with its child processes, by smaps over SSH a few times a minute: a peak between two
-looks is missed, which the kernel's high-water marks are not.
+Its memory is that of the agent and its child processes, read from smaps over SSH a few times a minute. This misses a
+peak between two readings; the kernel's high-water marks do not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ grep -E "MemAvailable|SwapTotal" /proc/meminfo'"""
 
 
 class Memory:
-    """The most that the agent's processes held together at a look, the largest high-water mark of one, and the least
-    that the machine had left; MB of 10^6 bytes."""
+    """The most that the agent's processes held together at one reading, the largest high-water mark of one, and the
+    least that the machine had left; MB of 10^6 bytes."""
 
     def __init__(self, world: Scene):
         self.world = world
         self.most, self.high_water, self.least_left, self.swap = 0.0, 0.0, float("inf"), 0
 
     def look(self) -> bool:
-        """Always true, so that it can stand in a condition."""
+        """Always returns true, for use in a condition."""
         told = self.world.on_board(LOOK)
         processes = [part.encode() for part in told.split("process ")[1:]]
         self.most = max(self.most, together(map(parse, processes)) / 1e6)

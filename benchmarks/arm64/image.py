@@ -11,7 +11,7 @@ MIB = 1 << 20
 PROGRAMS = ("sfdisk", "mkfs.vfat", "mke2fs", "mcopy")
 FAT_AT, FAT_MIB, ROOT_MIB = 4, 512, 1600
 FAT_MARK = 65
-"""The byte in the boot sector of FAT32 that says that it was not closed in order."""
+"""The byte in FAT32's boot sector that marks it as not cleanly unmounted."""
 CMDLINE = "console=ttyAMA0 root=/dev/vda2 rootfstype=ext4 fsck.repair=yes rootwait"
 
 
@@ -54,8 +54,8 @@ def cmdline(path: Path) -> str:
 
 
 def check(path: Path, *, cut: bool = False) -> None:
-    """Raises CalledProcessError if a file system of the image is not clean. cut: the power was cut before; the mark
-    that FAT keeps of it until a repair is then allowed."""
+    """Raises CalledProcessError if a file system of the image is not clean. cut: the power was cut before; FAT's mark
+    of this, which stays until a repair, is then allowed."""
     parts = ((FAT_AT, FAT_MIB, ("fsck.vfat", "-n")), (FAT_AT + FAT_MIB, ROOT_MIB, ("e2fsck", "-fn")))
     for place, size, program in parts:
         part = path.with_suffix(".part")

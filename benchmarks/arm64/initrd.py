@@ -15,7 +15,7 @@ DRIVERS = (
     "virtio", "virtio_ring", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci", "virtio_mmio",
     "virtio_blk", "failover", "net_failover", "virtio_net",
 )  # fmt: skip
-"""In the order in which they need each other; a driver that is built into the kernel has no file."""
+"""In the order of their dependencies; a driver that is built into the kernel has no file."""
 INIT = """\
 #!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev

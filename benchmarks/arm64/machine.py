@@ -93,8 +93,8 @@ class Machine:
         return self.console.read_text(errors="replace") if self.console.exists() else ""
 
     def waits(self) -> dict[str, float]:
-        """Seconds for which each thread of the machine has waited for a processor so far; empty if Linux does not tell,
-        and if the machine does not run."""
+        """Seconds for which each thread of the machine has waited for a processor so far; empty if Linux does not
+        report it or the machine does not run."""
         found: dict[str, float] = {}
         if self._process is not None:
             for path in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
@@ -135,8 +135,8 @@ class Look:
 
 
 class Patience:
-    """Seconds in which ``machine`` printed nothing new on its serial line, less those in which it waited for a
-    processor: they distinguish a machine that hangs from one that shares its processors."""
+    """Seconds without new output on ``machine``'s serial line, less those in which it waited for a processor: they
+    distinguish a machine that hangs from one that shares its processors."""
 
     def __init__(self, machine: Machine | None, clock: Callable[[], float] = time.monotonic):
         self._machine, self._clock = machine, clock

@@ -23,7 +23,7 @@ PACKAGES = ("fleet_core", "edge_agent", "cloud_server", "firmware_profiles", "ex
 GOOD, BROKEN = f"{__version__}.post1", f"{__version__}.post2"
 PATIENCE_S = 240
 SHORT_S = 45
-"""The operator's patience for an update that will fail; the device waits a minute longer."""
+"""How long the operator waits for an update that will fail; the device waits a minute longer."""
 FLASH = "/opt/metafleet/.flash"
 SLOW_S = 600.0
 

@@ -1,4 +1,4 @@
-"""The power of a board is cut while it trains in a round: the emulator is killed, nothing is closed in order."""
+"""The power of a board is cut while it trains in a round: the emulator is killed, without a shutdown."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def is_off(world: Scene) -> None:
 
 
 def cut_the_power(world: Scene) -> None:
-    """Cuts the power; nothing is closed in order."""
+    """Cuts the power without a shutdown."""
     assert world.machine is not None
     world.machine.kill()
     world.passed("the power is cut")
@@ -110,7 +110,7 @@ def closed(world: Scene) -> int:
 
 
 def switched_off(world: Scene, notes: Notes, *, cut: bool = False) -> None:
-    """Switches the board off in order and checks its card. cut: its power was cut before."""
+    """Shuts the board down and checks its card. cut: its power was cut before."""
     world.power_off()
     image.check(world.card, cut=cut)
     notes.holds("both file systems of the card are sound afterwards" + (

@@ -38,7 +38,7 @@ LABEL = "emulated ARM64: no board, and no time of a board"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 if a proof failed."""
+    """Returns 1 if a proof failed."""
     parser = argparse.ArgumentParser(description="What the product does on an emulated ARM64 board.")
     parser.add_argument("--only", action="append", choices=tuple(PROOFS), help="run only this proof; repeat for more")
     parser.add_argument("--keep", type=Path, help="keep cards, logs and the fleet in this folder")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prove(proof: Proof, keep: Path | None) -> bool:
-    """Plays the proof and writes the outcome; whether all of it held."""
+    """Plays the proof and writes the outcome. Returns whether all of it held."""
     _say(f"{proof.name}: {proof.title}")
     notes = Notes(_say)
     folder = Path(tempfile.mkdtemp(prefix="metafleet-arm64-")) if keep is None else keep.resolve() / proof.name

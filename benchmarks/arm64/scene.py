@@ -186,7 +186,7 @@ class Scene:
                               text=True).stdout.split()[1]  # fmt: skip
 
     def power_off(self) -> None:
-        """Switches the board off in order, so that the file systems are closed."""
+        """Shuts the board down, so that the file systems are unmounted."""
         assert self.machine is not None
         with contextlib.suppress(AssertionError):
             self.on_board("sudo systemctl poweroff")
@@ -213,7 +213,7 @@ class Scene:
         return {} if found is None else schema.plain(found)
 
     def serves(self, device: str, rounds: int = 2) -> bool:
-        """Whether the device answers from the last round's served model, personalized."""
+        """Whether the device answers with the last round's served model, personalized."""
         try:
             found = self.answer(device, np.zeros((1, 3, 128), np.float32), timeout_s=60)
         except AssertionError:

@@ -29,7 +29,7 @@ ROUNDS = 5
 
 
 def peak_mib() -> float:
-    """The most memory of this program; what getrusage says may be of the process that started it."""
+    """The peak memory of this program; getrusage may report that of the process that started it."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM:"))
 

@@ -1,4 +1,4 @@
-"""The whole network from the backbone's weights, as a model of one's own: what a fleet trains without a frozen part."""
+"""The whole network from the backbone's weights, as a user's own model: what a fleet trains without a frozen part."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     METAFLEET_SHARED=FOLDER python -m benchmarks.backbone.run --runs FOLDER [--minutes 20]
 
-Ten devices tell 40 characters apart, eight on each, with six drawings of each to learn from and four to be judged on.
-``whole``: the fleet trains Conv-4 from its own first weights. ``tuned``: it trains Conv-4 from the weights of the
+Ten devices tell 40 characters apart, eight on each, with six drawings of each to learn from and four to be evaluated
+on. ``whole``: the fleet trains Conv-4 from its own first weights. ``tuned``: it trains Conv-4 from the weights of the
 backbone. ``backbone``: it trains a layer of 64 and a head on the features of the frozen backbone, which ``train`` made
 of characters that no device has. Each has the learning rate that did best in five rounds on a part of the devices'
 training samples; then come 12 rounds with two seeds, four devices a round, int8 both ways.
@@ -47,7 +47,7 @@ STEPS = {"pfldyn-proto": {"local_steps": 5, "support_batch": 24, "query_batch": 
 
 
 def experiment(runs: Path, way: str, method: str, rate: float | None) -> experiments.Experiment:
-    """rate: the chosen one; None: the trial of all."""
+    """rate: the chosen one; None: a trial of all."""
     hyper = {**STEPS[method], **({} if rate is None else {"client_lr": rate})}
     data: dict[str, Any] = {"path": str(runs / "devices.npz")}
     model: dict[str, Any] = {"name": "conv4", "options": {"channels": train.CHANNELS}}
@@ -77,7 +77,7 @@ def ended(asked: experiments.Experiment, out: Path) -> Iterator[tuple[experiment
 
 
 def accuracy(runs: Path, way: str, method: str) -> dict[str, Any]:
-    """Of the devices' later drawings, by seed, at the rate that did best in the trial."""
+    """Accuracy on the devices' later drawings, by seed, at the rate that did best in the trial."""
     trial = experiment(runs, way, method, None)
     tried = [(result["evaluated"]["accuracy"], run.hyper.client_lr)
              for run, result in ended(trial, runs / f"{way}-{method}-trial")]
@@ -108,7 +108,7 @@ def device(runs: Path, way: str, method: str) -> dict[str, Any]:
     rows, share = made.train[0].train, made.train[0]
     np.savez(folder / "samples.npz", x=x[rows], y=made.own(share).y)
     copy = ""
-    if way == "backbone":  # without features that are there already
+    if way == "backbone":  # without features of an earlier run
         copy = str(folder / "backbone.safetensors")
         storage.write_atomic(Path(copy), (runs / "backbone.safetensors").read_bytes())
         for left in ("features", "providers.json"):

@@ -2,7 +2,7 @@
 
 Characters 1 to 300 of the background set, all their drawings, by Adam on the loss of class means (Snell et al. 2017) in
 episodes of 20 characters with five drawings to make a mean of and five to answer. No alphabet has more than 55
-characters, so that none of theirs is among the characters from 401 on.
+characters, so theirs have none from 401 on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def drawings(characters: range) -> tuple[Array, Array]:
 
 
 def train(folder: Path) -> dict[str, float]:
-    """Writes backbone.safetensors and body.safetensors; returns how well class means of its features do."""
+    """Writes backbone.safetensors and body.safetensors; returns the accuracy of class means of its features."""
     torch.manual_seed(0)
     x, y = drawings(LEARNED)
     layout = models.describe("conv4", SPEC, [str(k) for k in LEARNED], {"channels": CHANNELS})

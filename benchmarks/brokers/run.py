@@ -1,11 +1,11 @@
-"""What a broker does with the protocol: probes of the features that it uses, and a small fleet, over MQTT 5 and 3.1.1.
+"""How a broker handles the protocol: probes of the features that it uses, and a small fleet, over MQTT 5 and 3.1.1.
 
     python -m benchmarks.brokers.run mosquitto=mqtt://127.0.0.1:1883 --out benchmarks/brokers/result.json
     python -m benchmarks.brokers.run mine=mqtts://broker.example:8883 --ca ca.pem --cert me.pem --key me.key
 
-Each NAME=URL is a broker that runs already, on which this may write below ``fl1/probe…``. Results of other names in the
-file of ``--out`` stay. The fleet is the real aggregator and three real agents in this process, two rounds of FedAvg in
-fp32 with a model of about 1 MB in 18 chunks (two segments). What a broker does not do is a finding, not a failure.
+Each NAME=URL is a running broker that lets this write below ``fl1/probe…``. Results of other names in the file of
+``--out`` stay. The fleet is the real aggregator and three real agents in this process, two rounds of FedAvg in fp32
+with a model of about 1 MB in 18 chunks (two segments). What a broker does not do is a finding, not a failure.
 """
 
 from __future__ import annotations

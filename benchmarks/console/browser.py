@@ -37,5 +37,5 @@ def emulate(driver: Chrome, width: int, height: int, *, dark: bool = False, stil
 
 
 def complaints(driver: Chrome) -> list[str]:
-    """What the browser's console said since the last call, without its own remarks."""
+    """The warnings and errors of the browser's console since the last call."""
     return [str(entry["message"]) for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]

@@ -1,7 +1,7 @@
-"""``metafleet`` whose devices are flashed by a made-up installation: for the console's benchmark.
+"""``metafleet`` with a simulated installation of devices, for the console's benchmark.
 
-The console, its waves and its page are the product's own. An installation takes about four seconds and tells its
-progress ten times a second; nothing is sent to anybody. ``python -m benchmarks.console.flashing console FLEET``.
+The console, its waves and its page are the product's own. An installation takes about four seconds and reports its
+progress ten times a second; nothing is sent. ``python -m benchmarks.console.flashing console FLEET``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fleet_core.base.errors import FlashError
 
 STAGES = (("looking", 3), ("making the program", 2), ("uploading", 24), ("installing", 6), ("waiting", 5))
 STEP_S = 0.1
-FAILING = 40  # one device in so many is never back
+FAILING = 40  # one device in so many never comes back
 
 
 def _install(entry: Entry, tell: Tell) -> Outcome:

@@ -1,4 +1,4 @@
-"""A fleet's folder whose ledger is made up, with any number of devices and rounds, to look at on the console."""
+"""A fleet's folder with a generated ledger of any number of devices and rounds, to view on the console."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class MadeFleet:
         )
 
     def play(self) -> None:
-        """One more round, of which one in forty devices is refused or silent."""
+        """One more round, in which one in forty devices is refused or silent."""
         self.round, self.at = self.round + 1, self.at + 95.0
         rows: list[Row] = [
             Round(round=self.round, opened_at=self.at, closed_at=self.at + 41, cohort=tuple(self.names),

@@ -1,10 +1,10 @@
 """Frame times and bytes a second of the console with many devices: `python -m benchmarks.console.measure`.
 
-A made fleet (1,000 devices by default) is shown in a headless Chromium while a round closes every few seconds, which
-changes every tile, and while the fleet is flashed in waves, four devices at a time, by a made-up installation
-(`benchmarks.console.flashing`). Each view is scrolled meanwhile. A frame is the time between two animation frames; the
-browser draws in software, without a graphics card, so that a person's screen is smoother than this. `--pictures FOLDER`
-writes the picture of docs/console.md instead.
+A generated fleet (1,000 devices by default) is shown in a headless Chromium while a round closes every few seconds,
+which changes every tile, and while the fleet is flashed in waves, four devices at a time, by a simulated installation
+(`benchmarks.console.flashing`). Each view is scrolled meanwhile. A frame is the time between two animation frames. The
+browser draws in software, without a graphics card; a person's screen is smoother. `--pictures FOLDER` writes the
+picture of docs/console.md instead.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _watched(driver: Chrome, console: Console, view: str, seconds: float) -> dic
 
 
 def _received(driver: Chrome) -> int:
-    """Bytes of events that the page has taken."""
+    """Bytes of events that the page has received."""
     return int(driver.execute_script("return window.received ?? 0"))
 
 

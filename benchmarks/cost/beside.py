@@ -24,7 +24,7 @@ from fleet_core.protocol import topics
 from fleet_core.protocol.round_messages import WHOLE, whole_update
 
 HEADER = 9
-"""Of a PUBLISH at QoS 1 in MQTT 5 with a short payload: type, lengths, identifier, no properties."""
+"""Bytes before the topic and payload of a short QoS 1 PUBLISH in MQTT 5: type, lengths, identifier, no properties."""
 MESSAGES = {"cur": "manifest", "rep": "reports", "st": "presence and heartbeats", "dn": "grants and answers"}
 FIRST_ROUND = 3
 DEVICES = 8

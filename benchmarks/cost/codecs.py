@@ -1,8 +1,8 @@
 """What a codec saves and what it costs: bytes and macro-F1 of a method on the heartbeats, for every codec.
 
-The ten patients of the built-in set train cnn1d for 30 rounds in the laboratory, with three seeds. Macro-F1 is of a
-validation part inside each patient's training part; the usual test samples are not used. Bytes a round
-are those of a device, up and down, from round 2 on; what a codec leaves out is that of ``choose_codec.Past``.
+The ten patients of the built-in set train cnn1d for 30 rounds in the laboratory, with three seeds. Macro-F1 is measured
+on a validation part inside each patient's training part; the usual test samples are not used. Bytes a round are those
+of a device, up and down, from round 2 on; what a codec leaves out is computed as in ``choose_codec.Past``.
 
     python benchmarks/cost/codecs.py --runs FOLDER [--data heartbeat] [--method pfldyn-proto] [--seeds 3]
         [--minutes 15] [--jobs 1] [CODEC ...]
@@ -43,7 +43,7 @@ FIRST = ("fp32", "int8", "auto", "topk-10", "topk-1", "int4", "ternary", "lowran
 
 @dataclass(frozen=True)
 class Setting:
-    """On which devices, and how long. seeds: how many. tables: of the experiment."""
+    """Which devices train, and how long. seeds: how many. tables: of the experiment."""
 
     seeds: int
     rounds: int

@@ -42,11 +42,11 @@ FIGURES = {
 """Task -> the devices that are evaluated, new ones or those that train, and by what."""
 ROWS = ((PER_FEDAVG, "fp32"), (FEDAVG, "fp32"), (PFLDYN, "fp32"), (PFLDYN, "int8"), (PFLDYN, BEST))
 CODECS = ("int8", "int4", "ternary", "topk-10/int4", "topk-10", "topk-1/topk-10", "topk-1", "auto")
-"""UP/DOWN, or one for both; those that are tried for ``best``."""
+"""The codecs tried for ``best``: UP/DOWN, or one for both."""
 FRONT = ("fp32", "int8", "int4", "ternary", "topk-10", "topk-1")
 SEEDS = (0, 1, 2)
 PENALTIES = (1.0, 4.0)
-"""Times the penalty that was chosen with fp32: lossy codecs may need a larger one (docs/codecs.md)."""
+"""Multiples of the penalty that was chosen with fp32: lossy codecs may need a larger one (docs/codecs.md)."""
 LAST = 5
 WITHIN = 0.005
 """Half a point: how much lower than fp32's the figure at the end may be."""
@@ -161,7 +161,7 @@ def tried(
 
 
 def end(one: Curve) -> float:
-    """The figure at the end: the mean of the last evaluations, which differ less than one alone."""
+    """The figure at the end: the mean of the last evaluations, which varies less than one alone."""
     return mean(one.figure[-LAST:])
 
 

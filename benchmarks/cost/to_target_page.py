@@ -42,7 +42,7 @@ MARKERS = {"fp32": "o", "fp16": "h", "int8": "s", "int4": "D", "ternary": "^", "
            "topk-1/topk-10": "X", "topk-1": "P", "auto": "*"}
 HAR = "har"
 GOALS = (50.0, 10.0)
-"""How many times the bytes of Per-FedAvg, and of PFLDyn-Proto, in fp32 are to be those of the chosen codec."""
+"""Bytes of Per-FedAvg, and of PFLDyn-Proto, in fp32 over those of the chosen codec: at least these."""
 
 Key = tuple[str, str]
 Curves = dict[Key, list[Curve]]
@@ -134,7 +134,7 @@ def lines(name: str, curves: Curves, chosen: Mapping[str, Any]) -> Iterator[list
 
 
 def reached(several: Sequence[Curve], base: Sequence[Curve]) -> list[str]:
-    """Cells: target, rounds, bytes, and how many times the base's bytes are those."""
+    """Cells: target, rounds, bytes, and the base's bytes over these."""
     target = target_of(base)
     moved, rounds, seeds = spent(several, target)
     if not seeds:
@@ -163,8 +163,8 @@ def chosen_table(chosen: Mapping[str, Any]) -> str:
 
 
 def live_table(fleets: Mapping[str, Any], found: Mapping[str, Curves]) -> str:
-    """Bytes of a device and round by counter, and how many times PFLDyn-Proto's in fp32 are those: simulated, and live
-    by payload and wire."""
+    """Bytes of a device and round by counter, and PFLDyn-Proto's in fp32 over these: simulated, and live by payload and
+    wire."""
     lines = []
     for name, live_fleets in fleets.items():
         devices, rows = task_devices(name), rows_of(live_fleets)
@@ -250,7 +250,7 @@ def _spread(figures: Sequence[float]) -> float:
 
 
 def front(points: Mapping[Key, tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that none beats in both: the cheapest first."""
+    """The points that no other beats in both, the cheapest first."""
     best: list[tuple[float, float]] = []
     for cost, value in sorted(points.values()):
         if not best or value > best[-1][1]:

@@ -1,10 +1,10 @@
-"""How soon a device notices that what it sees has moved, and how often it says so wrongly.
+"""How soon a device notices drift, and how often it raises a false alarm.
 
     METAFLEET_SHARED=FOLDER python -m benchmarks.drift.run          writes result.json and README.md's tables
 
 Heartbeats, human activity and spoken digits. The devices of each set are divided in three: on the first the encoder is
 trained (centrally, cross-entropy, the set's default network), on the second SLACK and LIMIT are chosen, and the third
-are judged. A device makes its class means and its reference of the first 60 % of its time; the rest is its stream of
+are evaluated. A device makes its class means and its reference of the first 60 % of its time; the rest is its stream of
 answers. Shifts are built in, from the first answer of the stream on; a device that has not noticed after 200 answers
 has missed.
 """
@@ -89,7 +89,7 @@ SETS: Mapping[str, Callable[[], Set]] = {"heartbeat": heartbeat, "har": har, "sp
 
 
 def _deviation(x: Array) -> Array:
-    """Of each channel, or of the sound."""
+    """Standard deviation of each channel, or of the sound."""
     axes = tuple(k for k in range(x.ndim) if x.ndim == 2 or k != 1)
     return np.asarray(x.std(axis=axes, keepdims=True), np.float32)
 
@@ -163,7 +163,7 @@ def device_of(found: Set, name: str, other: str, embed: Callable[[Array], Array]
 
 
 def groups(found: Set) -> tuple[list[Device], list[Device]]:
-    """(validation devices, judged devices)."""
+    """(validation devices, evaluated devices)."""
     names = [str(name) for name in np.random.default_rng(0).permutation(np.unique(found.device))]
     first, second = found.shares
     embed = encoder(found, np.flatnonzero(np.isin(found.device, names[:first])))

@@ -1,4 +1,4 @@
-"""What a device without torch has to hold: an interpreter that loads, one after the other, what an agent needs.
+"""The memory of a device without torch: an interpreter that loads, one after the other, what an agent needs.
 
     python -m benchmarks.engines.floor --out benchmarks/engines/floor.json
 

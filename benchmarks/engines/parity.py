@@ -105,7 +105,7 @@ def compared(layout: Layout, name: str, seeds: int = SEEDS, timed: bool = True) 
 
 
 def _of_seed(engine: TorchEngine, first: Params) -> TorchEngine:
-    """The engine, whose devices keep the groups of ``first`` initially."""
+    """The engine; its devices start with the personal groups of ``first``."""
     seeded: Any = engine
     seeded.first_personal = lambda method, layout, scalars: trees.only(first, method.personal)
     return engine
@@ -131,7 +131,7 @@ def _round(engine: Engine, layout: Layout, name: str, hyper: Any, first: Params,
 
 
 def _distance(one: TrainResult, other: TrainResult, exact: TrainResult) -> float:
-    """Of the update, or of the state where the update is no model."""
+    """Between the updates, or between the states where an update is no model."""
     trees_of = [(r.update.groups or r.pending.get("personal", {})) for r in (one, other, exact)]
     wide = [trees.apply(lambda a: np.asarray(a, np.float64), tree) for tree in trees_of]
     return float(trees.norm(trees.subtract(wide[0], wide[1])) / (trees.norm(wide[2]) or 1.0))

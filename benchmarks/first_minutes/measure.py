@@ -36,7 +36,7 @@ DEMO = ("demo", "--devices", "4", "--rounds", "10", "--no-baseline", "--out", "d
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a user who has nothing: pip's own settings of this machine stay, its cache does not."""
+    """The environment of a user who has nothing; this machine's pip settings stay, its cache does not."""
     programs = folder / "programs"
     programs.mkdir()
     path = bare_path(programs)
@@ -57,7 +57,7 @@ def timed(command: list[str], where: Path, environ: Mapping[str, str]) -> float:
 
 
 def minutes(folder: Path) -> dict[str, Any]:
-    """From a clone to a table of results."""
+    """The seconds from a clone to a table of results."""
     environ, here = environment(folder), folder / "metafleet"
     steps = {"clone": timed(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(here)], folder, environ)}
     python = str(Path(environ["PATH"]) / "python3")

@@ -1,8 +1,8 @@
 """What ``freeze = "auto"`` saves and what it costs: bytes, operations and macro-F1 on the heartbeats.
 
 The ten patients of the built-in set train cnn1d for 80 rounds in the laboratory, with three seeds, int8 both ways, once
-with every array in every round and once by the schedule. Macro-F1 is of a validation part inside each patient's
-training part; the usual test samples are not used.
+with every array in every round and once by the schedule. Macro-F1 is measured on a validation part inside each
+patient's training part; the usual test samples are not used.
 
     python benchmarks/freezing/run.py --runs FOLDER [--minutes 60] [--jobs 1] [METHOD ...]
 

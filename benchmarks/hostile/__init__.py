@@ -1,5 +1,5 @@
 """Devices that send false updates: what each robust rule holds against, and what it costs without them.
 
-``grid`` names data, methods, rules and attacks; ``attacks`` makes hostile devices of a run's; ``cell`` runs one and
+``grid`` names data, methods, rules and attacks; ``attacks`` makes a run's devices hostile; ``cell`` runs one and
 measures it; ``tables`` writes README.md from result.json; ``__main__`` is the command.
 """

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def compute(data: str, minutes: float, path: Path) -> None:
-    """As many cells as the time allows."""
+    """Computes as many cells as the time allows."""
     until, known = time.monotonic() + 60 * minutes, tables.rows(path)
     done = {tables.key_of(row) for row in known}
     todo = [cell for cell in cells(data) if cell.key not in done]

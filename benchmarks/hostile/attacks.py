@@ -1,12 +1,12 @@
 """Hostile devices: false samples, or a false update in the place of the one that they trained.
 
-An attacker knows what all devices send in the round, and the bound: the strongest that one aggregator can meet. The
-devices' own states stay those of what they trained, as the aggregator takes them for honest.
+An attacker knows what all devices send in the round, and the bound: the strongest attacker that one aggregator can
+meet. Hostile devices keep the state of what they trained, because the aggregator takes them for honest.
 
 * ``sign``: ten times the opposite of what the device trained (Byzantine sign flip).
 * ``bound``: the opposite of the honest mean, as long as the adaptive bound allows (0.95 of it, group by group).
 * ``noise``: normal noise, three times as long as the median honest update.
-* ``labels``: trained on labels that are turned round, k for N − 1 − k.
+* ``labels``: trained on reversed labels, k for N − 1 − k.
 * ``backdoor``: half of the device's samples carry a mark and the label of the target class; three times the update
   (Bagdasaryan et al., "How To Backdoor Federated Learning", AISTATS 2020).
 * ``inner``: twice the opposite of the honest mean (Xie, Koyejo, Gupta, "Fall of Empires", UAI 2019).

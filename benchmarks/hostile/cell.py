@@ -1,4 +1,4 @@
-"""One cell of the grid: a simulation with hostile devices, and what the honest ones have of it."""
+"""One cell of the grid: a simulation with hostile devices, and how well the honest ones answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measured(cell: Cell, clean: Workload) -> dict[str, Any]:
         try:
             with store.begun({}):
                 Engine(lab, run, store).run()
-        except RoundError as error:  # every device's model is beyond what float32 holds
+        except RoundError as error:  # every device's model exceeds float32
             return {**row, "ruined": str(error).splitlines()[0][:200]}
         rounds = store.rounds()
         own = {name: value for name, value in rounds[-1]["devices"].items() if name not in hostile}

@@ -16,7 +16,8 @@ ATTACKS = (SIGN, BOUND, NOISE, LABELS, BACKDOOR, INNER)
 NOBODY = "nobody"
 MEAN, ADAPTIVE = "mean", "adaptive"
 SETTINGS = (MEAN, ADAPTIVE, *(rule for rule in RULES if rule != NONE))
-"""``mean``: no rule and the constant bound of 10,000. ``adaptive``: no rule and the adaptive bound. A rule: with it."""
+"""``mean``: no rule and the constant bound of 10,000. ``adaptive``: no rule and the adaptive bound. Others: that rule
+and the adaptive bound."""
 STEPS = {"client_lr": 0.05, "local_steps": 8, "query_batch": 16, "support_batch": 16}
 DATA: dict[str, dict[str, Any]] = {
     "heartbeat-22": {
@@ -60,7 +61,7 @@ class Cell:
 
 def cells(data: str) -> Iterator[Cell]:
     """Without attackers first; then every attack by a fifth of the devices, then by more and by fewer; in each the
-    methods in pairs, so that a grid that is ended early has whole tables of two methods."""
+    methods in pairs, so that a grid that ends early has whole tables of two methods."""
     methods = tuple(DATA[data]["methods"])
     for share in (0.0, 0.2, 0.3, 0.1):
         for pair in (methods[:2], methods[2:]):

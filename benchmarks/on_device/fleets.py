@@ -7,7 +7,7 @@ every seed. Training is resumable: finished runs are not repeated.
 
 Omniglot has no devices of its own here: a device is ten consecutive characters with its own numbering, so its classes
 are new too. Its time is the number of the drawing, so query drawings are by other people than labelled ones. A class
-counts on a device if it has ``LEAST`` samples in the time before and in the time after.
+counts on a device if it has ``LEAST`` samples in both parts of the device's time.
 """
 
 from __future__ import annotations

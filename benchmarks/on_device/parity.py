@@ -10,8 +10,8 @@ samples.
 Two values of a max-pool's window, or a value and ReLU's 0, can be so close that the last bit decides where the gradient
 goes; ten steps later two correct computations are far apart. So torch in double precision is the reference: each side
 is compared with it too, and the file says for every figure on how many seeds it is within its limit. In addition,
-``no_farther`` counts the seeds on which a side is as near to the exact numbers as can be asked of single precision:
-within the limit of them, or no farther from them than the other side.
+``no_farther`` counts the seeds on which a side is as near to double precision as can be expected: within the limit of
+it, or no farther from it than the other side.
 """
 
 from __future__ import annotations

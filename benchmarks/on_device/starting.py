@@ -53,7 +53,7 @@ class Tree:
 
     @contextlib.contextmanager
     def living(self, words: str, *arguments: object) -> Iterator[tuple[int, str]]:
-        """(process id, what it said) of a command, from the moment when it has said ``words``."""
+        """(process id, output) of a command as soon as it has printed ``words``."""
         with tempfile.NamedTemporaryFile("rb") as log, subprocess.Popen(
             [*self.agent, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=Path(log.name).open("wb"),
             env=self.environ,

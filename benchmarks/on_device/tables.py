@@ -24,7 +24,7 @@ TITLES = {"omniglot": "Omniglot (Conv-4, 16 channels)", "har": "HAR (1-D CNN)", 
 
 
 def _models(found: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """In this order; files have their keys in alphabetical order."""
+    """The models in the page's order; files have their keys in alphabetical order."""
     return [(name, found["models"][name]) for name in ("MLP", "1-D CNN", "LeNet", "Conv-4") if name in found["models"]]
 
 
@@ -157,7 +157,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency, "int8": int8,
     "starting": starting,
 }  # fmt: skip
-"""By the result file's name; other files have other tables."""
+"""The function by the result file's name; other files have other tables."""
 
 
 def figure(found: Mapping[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How well a device recognizes samples of classes that it has no label of, with
+"""How well a device recognizes samples of classes that it has no label for, with
 ``fleet_core.personalization.unknown_class`` on real data.
 
     METAFLEET_DATA=CACHE python -m benchmarks.on_device.unknown --out benchmarks/on_device/unknown.json
@@ -9,8 +9,8 @@ three of a device's ten are withheld. Heartbeat: ``S``, which no training device
 the fleet knows and the device has no label of. The models are PFLDyn-Proto's, trained in the laboratory (``fleets.py``,
 resumable, under build/on-device). Cases that ``--cases`` does not name stay in the file as they are.
 
-auroc: that a withheld sample lies farther from its nearest class mean than a known one, mean over devices. known,
-unseen: the share of either that is called unknown, over all samples of a device, mean over devices.
+auroc: the probability that a withheld sample is farther from its nearest class mean than a known one, mean over
+devices. known, unseen: the share of either that is called unknown, over all samples of a device, mean over devices.
 """
 
 from __future__ import annotations

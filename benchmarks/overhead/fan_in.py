@@ -123,7 +123,7 @@ class Device:
                     self._on_manifest(read_manifest(payload))
 
     def at_the_end(self) -> Counter[str]:
-        """What it counted, and what it still waits for."""
+        """What the device counted, and what it still waits for."""
         return self.seen + Counter({"waits for a round": self._round == 0, "waits to upload": self._uploader.active})
 
     def tick(self) -> None:

@@ -1,9 +1,9 @@
-"""In which form the default network learns from sound: `python -m benchmarks.own_data.sound`; writes sound.json.
+"""Which form of sound the default network learns from: `python -m benchmarks.own_data.sound`; writes sound.json.
 
-After a stop it goes on with the forms that are missing there.
-The takes 5 to 49 of four speakers (the test takes are not touched), with the trial of `metafleet init`: its validation
-score, macro-F1 on the last 40 % of the speakers that train, after 30 rounds of PFLDyn's class means. Forms of a window
-of 1.04 s: a spectrogram as an image (one channel), and as a series (a channel for each of 32 bands).
+After a stop it resumes with the forms that are missing there. The takes 5 to 49 of four speakers (the test takes are
+not touched), with the trial of `metafleet init`: its validation score, macro-F1 on the last 40 % of the speakers that
+train, after 30 rounds of PFLDyn's class means. Forms of a window of 1.04 s: a spectrogram as an image (one channel),
+and as a series (a channel for each of 32 bands).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def behind(group: Mapping[str, Any]) -> float:
 
 
 def warned(found: Mapping[str, Any]) -> list[str]:
-    """Which warned: init, status, log, report."""
+    """Which of init, status, log and report warned."""
     return [who for who, texts in found["warnings"].items() if texts]
 
 

@@ -109,7 +109,7 @@ def write_digits(folder: Path) -> None:
 
 
 def right(commands: Commands, who: str) -> float:
-    """The share of the new recordings that the device of this speaker names rightly."""
+    """The share of the new recordings that this speaker's device classifies correctly."""
     answer = json.loads(commands.done("edge-agent", "predict", f"new/{who}", "--home", who, "--json").stdout)
     digits = [path.name[0] for path in sorted((commands.folder / "new" / who).iterdir())]
     return float(np.mean([label == digit for label, digit in zip(answer["labels"], digits, strict=True)]))

@@ -94,7 +94,7 @@ def method_of(result: Result, experiment: str, label: str) -> Mapping[str, Any] 
 
 
 def mean(result: Result, experiment: str, label: str, figure: str) -> float | None:
-    """Over seeds; None if it was not measured."""
+    """The mean over seeds; None if it was not measured."""
     one = (method_of(result, experiment, label) or {}).get("over", {}).get("figures", {}).get(figure)
     return None if one is None else float(one["mean"])
 

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(sensor: str, chunks_a_second: int, seconds: float) -> dict[str, object]:
-    """In a separate process, so that nothing else is counted."""
+    """The figures of ``run`` in a separate process, so that nothing else is counted."""
     program = f"from benchmarks.power.sampling import run; run({sensor!r}, {chunks_a_second}, {seconds})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))

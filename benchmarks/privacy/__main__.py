@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 RESULT, PAGE, PICTURE = HERE / "result.json", HERE / "README.md", HERE / "curves.png"
 SEEDS, DELTA = (0, 1, 2), 1e-2
 EPSILONS = {"none": (0.0,), "central": (128.0, 16.0), "local": (1024.0, 128.0)}
-"""By mode; 0 for no noise. With as few devices as here smaller ones leave nothing to see."""
+"""Epsilons by mode; 0 for no noise. With so few devices the noise of smaller ones hides everything."""
 EPISODES = {"local_steps": 8, "query_batch": 16, "support_batch": 16}
 TUNED = {"batch": 32, "client_lr": 0.2, "finetune_lr": 0.2, "finetune_steps": 20, "local_steps": 8}
 SETTINGS = {

@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "secure.json", HERE / "secure.md"
 DEVICES, VALUES, GONE = (8, 100, 1000), 10_000, 20
 SIGNATURE_BYTES = 170
-"""Of the line before a signed message, and a little more."""
+"""Bytes of the line before a signed message, and a little more."""
 T = TypeVar("T")
 
 

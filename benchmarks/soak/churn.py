@@ -29,7 +29,7 @@ HOME_MIB = 16
 KEPT_ROUNDS = 50
 DAY_S = 86_400
 STEPS = 300
-"""So many that a round takes longer than its measurement."""
+"""Enough steps for a round to take longer than its measurement."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Running:
     # Disturbances -----------------------------------------------------------------------------------------------------
 
     def disturb(self, number: int) -> None:
-        """What the schedule has after round ``number``."""
+        """Does what the schedule has after round ``number``."""
         for every, at, event in (
             (10, 5, self.kill_device), (14, 0, self.leave), (14, 4, self.come_back), (20, 9, self.jump),
             (30, 12, self.fill), (30, 15, self.empty), (60, 59, self.kill_broker), (75, 74, self.kill_aggregator),

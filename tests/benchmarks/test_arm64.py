@@ -1,5 +1,5 @@
 """A card made by ``metafleet flash``, booted on an emulated Cortex-A53 with 512 MB (no board). The device enrols with
-its token, appears over MQTT with TLS, fetches the meta-model, personalizes it without torch on its recording, and
+its token, appears over MQTT with TLS, fetches the served model, personalizes it without torch on its recording, and
 answers as the same software does on this machine."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page of brokers shows what was measured, and the command finds everything at a broker that does everything."""
+"""The page of brokers shows what was measured, and the command finds every feature of a broker that has them all."""
 
 from __future__ import annotations
 

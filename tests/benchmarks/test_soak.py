@@ -17,7 +17,7 @@ FOLDER = page.TEMPLATE.parent
 
 
 def samples(per_round: float, *, lives: int = 1, rounds: int = 200) -> list[Sample]:
-    """A figure of about 100 with noise, that begins anew with each life."""
+    """A figure of about 100 with noise, which starts again with each life."""
     draw, each = random.Random(0), rounds // lives
     return [Sample(n, n // each, 100 + per_round * (n % each) + draw.uniform(-1, 1)) for n in range(rounds)]
 

@@ -1,4 +1,4 @@
-"""What a device takes up of announced programs, and what becomes of it after a power cut at any moment."""
+"""Which announced programs a device takes, and what happens to them after a power cut at any moment."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_only_the_mean_of_samples_that_are_apart_is_computed_in_passes(
 
 @pytest.mark.slow
 def test_the_gate_finds_a_graph_that_is_not_torchs() -> None:
-    """That of another distance, and one whose golden outputs are of other weights."""
+    """A graph of another distance, and one whose golden outputs are of other weights."""
     graph = train_graph("pfldyn-proto")
     network = models.build(toy_layout()).train()
     train.check(graph, Reference(graph, network, hyper_of("pfldyn-proto")))

@@ -18,7 +18,7 @@ SECRET = "hunter2-and-more"
 
 
 def public_key(kind: str = "ssh-ed25519") -> str:
-    """As long as a real key: RSA with 4096 bits."""
+    """A key as long as a real one: RSA with 4096 bits."""
     name, size = kind.encode(), 524 if kind == "ssh-rsa" else 36
     return f"{kind} {base64.b64encode(len(name).to_bytes(4, 'big') + name + bytes(size)).decode()} me@laptop"
 

@@ -102,7 +102,7 @@ def test_a_program_for_another_machine_or_python_is_refused(device: FakeRoot, tm
 
 @pytest.mark.slow
 def test_an_archive_that_writes_outside_its_folder_changes_nothing_there(device: FakeRoot, tmp_path: Path) -> None:
-    """Even with the fleet's signature: by mistake only, for ``content_of`` refuses such an archive first."""
+    """Even with the fleet's signature, which it gets only by mistake: ``content_of`` refuses such an archive first."""
     for more in ({"../outside": b"evil"}, {"lib/link": b"->/etc"}):
         with pytest.raises(FlashError, match=r"no plain file|holds 2 folders"):
             an_update(tmp_path, "1.1-bbb", more=more)

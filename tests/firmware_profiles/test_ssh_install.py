@@ -64,7 +64,7 @@ def flash(board: Board, release: Release, *, user: str = "root", told: list[str]
 
 
 def bare(release: Release) -> Release:
-    """Without the token."""
+    """The release without the token."""
     return replace(release, settings=tuple(s for s in release.settings if not s.path.endswith(".token")))
 
 

@@ -33,10 +33,10 @@ ALL = "all"
 MAX_INPUT_BYTES = 4096
 MAX_ALLOCATION_MIB, MAX_GROWTH_MIB = 64, 512
 WORD = re.compile(rb"[A-Za-z_]{2,40}")
-"""Of the first inputs: what the fuzzer puts into others."""
+"""Words of the first inputs, which the fuzzer puts into others."""
 CPU_S = 1.0
 ALARM_S = 100
-"""libFuzzer's own limit, of seconds that pass: a machine may be busy."""
+"""libFuzzer's own limit, in wall-clock seconds: a machine may be busy."""
 FORKED = ["sh", "-c", '"$@" || exit', "sh"]
 """Starts a program from a small process: Linux counts the memory of whoever starts a program as that program's peak."""
 
@@ -84,7 +84,7 @@ def combined(targets: Mapping[str, Any]) -> tuple[Callable[[bytes], None], list[
 
 
 def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, Any]:
-    """What came of one parser: inputs, kept inputs, seconds with the start, and the last lines of a failure."""
+    """The outcome of one parser: inputs, kept inputs, seconds with the start, and the last lines of a failure."""
     corpus = folder / target
     begun_s = time.monotonic()
     child = subprocess.run(
@@ -101,7 +101,7 @@ def in_child(target: str, folder: Path, inputs: int, seconds: int) -> dict[str, 
 
 
 def _commit() -> str:
-    """Of the code that is fuzzed; ends in "+" if files have changed since."""
+    """The commit of the fuzzed code; ends in "+" if files have changed since."""
     said = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
                           capture_output=True, text=True, check=False)
     return said.stdout.strip()

@@ -60,10 +60,10 @@ from fleet_core.protocol.signing import Signer
 from tests.support.simulation import toy_layout
 
 LIMIT_BYTES = 1 << 20
-"""Given to the readers of samples: the fuzzer's inputs are shorter, what they claim to hold need not be."""
+"""The limit of the readers of samples: the fuzzer's inputs are shorter, but may claim to hold more."""
 
 CORPUS = Path(__file__).with_name("corpus")
-"""First inputs that would differ each time that they are made."""
+"""First inputs that would differ each time they are made."""
 
 Parser = Callable[[bytes], object]
 
@@ -225,7 +225,7 @@ def _backbone() -> bytes:
 
 @functools.cache
 def _folder() -> Path:
-    """In memory where the machine has that."""
+    """A folder, in memory where the machine has that."""
     memory = Path("/dev/shm")
     holder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
     _kept.append(holder)

@@ -42,7 +42,7 @@ def of(word: str) -> list[str]:
 
 
 def default(argument: str) -> str:
-    """What an ``ARG`` is unless the builder is told otherwise."""
+    """The default of an ``ARG``."""
     given, = (value for name, _, value in (text.partition("=") for text in of("ARG")) if name == argument)
     return given
 
@@ -126,7 +126,7 @@ def test_the_compose_file_has_what_the_page_sets_and_builds_this_file() -> None:
 
 
 def builder() -> str | None:
-    """A program that builds images and can."""
+    """A program that can build images on this machine."""
     for name in ("podman", "buildah", "docker"):
         if shutil.which(name) and subprocess.run([name, "info"], capture_output=True, check=False).returncode == 0:
             return name

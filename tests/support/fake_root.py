@@ -66,7 +66,7 @@ class FakeRoot:
 
     @property
     def result(self) -> dict[str, str]:
-        """What came of the last update."""
+        """The outcome of the last update."""
         path = self.programs / "update-result"
         return dict(line.partition("=")[::2] for line in path.read_text().splitlines()) if path.exists() else {}
 
@@ -75,7 +75,7 @@ class FakeRoot:
                 "METAFLEET_PATIENCE_S": "0", **more}
 
     def update(self, *words: str, script: str = "update", **more: str) -> subprocess.CompletedProcess[str]:
-        """Runs ``update`` of the program that runs, as root's units or Mender do."""
+        """Runs the running program's ``update``, as root's units or Mender do."""
         return subprocess.run(["/bin/sh", str(self.programs / "current/bin" / script), *words], text=True,
                               env=self.environment(**more), capture_output=True, check=False, timeout=120)
 

@@ -77,13 +77,13 @@ def layout() -> Layout:
 
 @cache
 def plain() -> Graph:
-    """Without gradient steps."""
+    """A graph without gradient steps."""
     return export_graph(layout(), kinds=("embed", "predict"))
 
 
 @cache
 def stepping(rates: bool = False) -> Graph:
-    """With gradient steps."""
+    """A graph with gradient steps."""
     return with_adapt(plain(), rates=rates)
 
 

@@ -1,4 +1,4 @@
-"""Devices that send something else than what they trained, in a fleet in one process and in a simulation."""
+"""Devices that do not send what they trained, in a fleet in one process and in a simulation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def started(
     folder: Path, robust: str, *, devices: int, fewest: int, rounds: int, method: str = "pfldyn-proto", link: str = "",
     every: int | None = None,
 ) -> World:
-    """A fleet whose ``devices`` are on. robust: lines of its table. fewest: with which a round begins. every: rounds
-    between two served models, by default all."""
+    """A fleet whose ``devices`` are on. robust: lines of its table. fewest: devices with which a round begins. every:
+    rounds between two served models, by default all."""
     text = config_text(method, rounds=rounds, devices=fewest, link=f'up = "fp32"\n{link}',
                        fleet="quorum = 1.0\ndeadline_s = 1e6")
     text = text.replace(f"serve_every = {rounds}", f"serve_every = {every or rounds}")

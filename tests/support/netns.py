@@ -99,7 +99,7 @@ def unavailable() -> str | None:
 
 
 def names() -> str:
-    """Of all network namespaces, a line each."""
+    """A line for each network namespace."""
     return _ip("netns", "list")
 
 

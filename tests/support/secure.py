@@ -50,7 +50,7 @@ def session(
 
 
 def passed(message: T) -> T:
-    """As it arrives."""
+    """The message as it arrives."""
     return messages.decode(type(message), messages.encode(message))
 
 
@@ -64,14 +64,14 @@ def run(
     values: Mapping[str, Array], given: Session, gone: Mapping[str, Collection[str]] | None = None,
     seen: Callable[[str, Array], None] = lambda device, masked: None,
 ) -> tuple[Collector, dict[str, Participant], Array]:
-    """(both sides, the sum). gone: step (``shares``, ``masked`` or ``unmask``) -> devices that do it no more. Every
-    message goes through its bytes."""
+    """(both sides, the sum). gone: step (``shares``, ``masked`` or ``unmask``) -> devices that vanish before it. Every
+    message is encoded and decoded."""
     gone = gone or {}
     devices = {name: Participant(given, identity(name)) for name in values}
     server, sent = Collector(given, authority().certificate), dict[str, Array]()
 
     def asked(step: str) -> list[Participant]:
-        """Who goes on; a device that has vanished stays away."""
+        """The devices that are asked for a step; those in ``gone`` vanish first."""
         for name in gone.get(step, ()):
             devices.pop(name, None)
         return [device for device in devices.values() if server.step(device.name) is not None]

@@ -19,7 +19,7 @@ METHODS = {
     "pflscaf-proto": "PFLScaf (Proto)", "pflscaf-maml": "PFLScaf (MAML)", "p-avg-proto": "P-Avg (Proto)",
 }
 MAML = ("per-fedavg-exact", "pfldyn-maml", "pflscaf-maml")
-"""In separate experiments, EXPERIMENT-maml."""
+"""These run in separate experiments, EXPERIMENT-maml."""
 FLOAT32 = "acid-5-float32"
 BASE, OURS = "per-fedavg-exact", "pfldyn-proto"
 ROUNDS = (5, 10, 15, 20, 40, 60, 100, 200, 500, 1000)

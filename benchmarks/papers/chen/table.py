@@ -29,7 +29,7 @@ BESIDES = {
     "MAML, inner rate 0.1": "maml-0.1", "Meta-SGD, first rate 0.1": "metasgd-0.1",
     "MAML, the appendix's form": "maml-appendix",
 }
-"""At 20 % only; not in the paper."""
+"""Rows at 20 % support only, which the paper does not have."""
 SPOKEN = {**LABELS, "FOMAML, inner rate 0.01": "fomaml-0.01", "FOMAML, the appendix's form": "fomaml-appendix"}
 """The last two are not in the paper."""
 SHAKESPEARE = "shakespeare-20"
@@ -237,7 +237,7 @@ def _devices(result: Result, rows: Mapping[str, str], where: str = "") -> dict[s
 
 
 def _draw_devices(sets: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """The share of new devices whose accuracy is at most so high."""
+    """The share of new devices with at most a given accuracy."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -4,21 +4,21 @@
         [--images N] [--restarts N] [--iterations 300] [--out FOLDER]
 
 Zhu, Liu, Han, "Deep Leakage from Gradients", NeurIPS 2019, as Lim et al. use it (Section 4.1, Figure 3): L-BFGS, at
-rate 1, moves a dummy image until its gradient is the one that was sent. The attacker knows the network, its weights and
-the image's class. Of several starts the one whose gradient comes nearest counts. It writes attack.json (distance of the
-gradients; mean square error of pixels in 0 to 1, that of a picture in each image's mean grey, and PSNR in dB;
-correlation of the pixels of the image and of what was found of it, which remains high for an outline with noise on
-top), attack.safetensors (what the attacker found) and attack.png. Existing cases with the same numbers of images,
-starts and iterations are not repeated.
+rate 1, changes a dummy image until its gradient is the one that was sent. The attacker knows the network, its weights
+and the image's class. Of several starts the one whose gradient comes nearest counts. It writes attack.json (distance of
+the gradients; mean square error of pixels in 0 to 1, that of a picture in each image's mean grey, and PSNR in dB;
+correlation of the image's pixels with its reconstruction's, which remains high for an outline with noise on top),
+attack.safetensors (what the attacker found) and attack.png. Existing cases with the same numbers of images, starts and
+iterations are not repeated.
 
 What the device sends is, by case:
 
 * fedavg: the gradient of the cross-entropy of its head's logits.
-* proto, metavers: of the loss to class means, which stay on the device: the attacker moves dummy means too.
+* proto, metavers: of the loss to class means, which stay on the device: the attacker changes dummy means too.
 * …-leak: the same, with the means known to the attacker (the paper's "prototype leakage").
 * …-episode: what a device really sends, the gradient of a whole episode of five samples of each class beside the image,
-  through which the means move. The attacker moves as many images, and each of the device's images counts with the
-  nearest one found of its class.
+  which also flows through the means. The attacker changes as many images, and each of the device's images is compared
+  with the nearest one found for its class.
 
 Networks: ``dlg`` is the LeNet of DLG's program (sigmoids, strides, weights from U(−1/2, 1/2)), ``lenet-lim`` the
 network of the table with its first weights, whose ReLUs and pools make the attack harder.

@@ -86,7 +86,7 @@ def _printed(result: Result) -> Iterator[list[str]]:
 
 
 def _loss(result: Result, experiment: str, label: str) -> str:
-    """Of the last evaluated round, the largest over seeds."""
+    """The loss of the last evaluated round, the largest over seeds."""
     method = page.method_of(result, experiment, label)
     each = [one["details"]["loss"] for one in (method or {"seeds": {}})["seeds"].values() if "details" in one]
     return f"{max(each):.1e}" if each else ABSENT

@@ -6,10 +6,10 @@ Writes ``pfedme-mnist.npz`` and ``pfedme-synthetic.npz``, every sample with the 
 
 mnist (``data/Mnist/generate_niid_20users.py`` of the program): 20 devices with the digits i and i + 1. Every digit's
 images are cut into four sizes, drawn one after the other between a fifth and a half of the rest. But all four pieces
-begin at the digit's first or second image, because the place where the next one should begin is kept in a mask of truth
-values. So the devices of a digit share images, and other devices train on nearly everything that a device is evaluated
-on. Only in this way do the sizes become the paper's 1165 to 3834 training samples (``MNIST_SIZES``). Not reproduced:
-one wrong label on most devices, which have one or two more labels than images; the order of the images.
+begin at the digit's first or second image, because the place where the next one should begin is kept in a boolean mask.
+So the devices of a digit share images, and other devices train on nearly everything that a device is evaluated on. Only
+in this way do the sizes become the paper's 1165 to 3834 training samples (``MNIST_SIZES``). Not reproduced: one wrong
+label on most devices, which have one or two more labels than images; the order of the images.
 
 synthetic (``data/Synthetic/generate_synthetic_05_05.py``): Synthetic(0.5, 0.5) of Li et al. 2020 with 100 devices, 0.5
 being deviations, drawn with seed 0 by numpy's legacy generator in the program's order.

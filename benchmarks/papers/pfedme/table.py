@@ -70,7 +70,7 @@ def _apart(result: Result) -> Iterator[list[str]]:
 
 
 def _best(result: Result, experiment: str, label: str, figure: str) -> Stat | None:
-    """Over the seeds that ``over`` has."""
+    """The best round's figure over the seeds that ``over`` has."""
     method = page.method_of(result, experiment, label)
     if not method or "over" not in method:
         return None

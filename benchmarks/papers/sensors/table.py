@@ -40,7 +40,7 @@ def details(experiment: str, label: str, evaluated: Sequence[Row]) -> dict[str, 
 
 
 def score(row: Row) -> float:
-    """Of an evaluated round: each device, old or new, weighs the same."""
+    """The macro-F1 of an evaluated round: each device, old or new, has the same weight."""
     parts = [row, *row.get("new_devices", {}).values()]
     weighed = sum(float(one["macro_f1"]) * len(one["devices"]) for one in parts)
     return weighed / sum(len(one["devices"]) for one in parts)

@@ -43,12 +43,12 @@ def delta(number: int, size: int = 100) -> Delta:
 
 
 def closed(number: int, size: int = 100) -> Checkpoint:
-    """After a round, with the deltas of all rounds."""
+    """The checkpoint after a round, with the deltas of all rounds."""
     return Checkpoint(number, ServerState({}, {}), deltas=tuple(delta(n, size) for n in range(1, number + 1)))
 
 
 def chain(number: int, whole: int, size: int = 100) -> DeltaChain:
-    """Of a round."""
+    """The chain of a round."""
     return chain_of(closed(number - 1, size), delta(number, size), whole, 1024)
 
 
@@ -161,7 +161,7 @@ def whole(w: World) -> int:
 
 
 def manifest(w: World) -> Manifest:
-    """The retained one."""
+    """The retained manifest."""
     signed = w.broker.retained[topics.current(w.name)]
     return messages.decode(Manifest, signed.split(b"\n", 1)[1])
 
@@ -173,12 +173,12 @@ def at_broker(w: World) -> set[str]:
 
 
 def missing(w: World, number: int) -> list[str]:
-    """Those of a round's cohort that were not in the cohort before."""
+    """The devices of a round's cohort that were not in the one before."""
     return [name for name in cohort(w, number) if name not in cohort(w, number - 1)]
 
 
 def run_to(w: World, number: int) -> None:
-    """Until a round is closed, each device of it has the announced weights, and has reported its bytes."""
+    """Runs until a round is closed, and each device of it has the announced weights and has reported its bytes."""
     assert w.pump(lambda: w.closed() >= number)
     assert {held(w, name) for name in cohort(w, number)} == {w.server.ledger.rows(Round, round=number)[0].model_id}
     assert w.pump(lambda: all(fetched(w, name, number) for name in cohort(w, number)))

@@ -1,6 +1,6 @@
 """An update from the aggregator to the devices' disks, over a real broker: real agents, real update.sh in fake roots.
 
-The program that is installed is a stand-in that only says that it has reached its broker, or does not.
+The installed program is a stand-in that only reports that it has reached its broker, or does not.
 """
 
 from __future__ import annotations

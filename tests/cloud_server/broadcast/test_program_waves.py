@@ -131,7 +131,7 @@ def test_an_aggregator_killed_at_any_write_row_or_publish_goes_on_with_its_waves
     deadly(monkeypatch, death)
     begin(w.fleet.folder, w.server.ledger, package(fleet), NAMES, sizes=(1, 2))
     deaths = 0
-    for at in (1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 22, 30, 40):  # of the acts since the restart before
+    for at in (1, 2, 3, 4, 5, 6, 8, 10, 13, 17, 22, 30, 40):  # acts since the last restart
         death.points, death.at = 0, at
         try:
             for _ in range(400):
@@ -156,7 +156,7 @@ def test_an_aggregator_killed_at_any_write_row_or_publish_goes_on_with_its_waves
 
 
 def rolled(fleet: UpdatingFleet, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The key that follows the fleet's; devices were given the first."""
+    """Rolls the fleet's key over and returns the new one; devices were given the first."""
     folder, first = fleet.world.fleet.folder, fleet.world.fleet.public_key()
     monkeypatch.setattr(Fleet, "public_key", lambda made: first)
     return signing_keys.roll(folder, fleet.world.name, fleet.world.clock.wall(), overlap_s=1000.0).new

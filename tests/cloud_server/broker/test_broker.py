@@ -99,7 +99,7 @@ def test_what_is_retained_survives_an_orderly_restart_on_the_same_port(tmp_path:
 
 @NEEDS_MOSQUITTO
 def test_mosquitto_can_be_told_to_reload_as_soon_as_its_start_returns(tmp_path: Path) -> None:
-    """It listens before it handles SIGHUP, which would end it until then."""
+    """It listens before it handles SIGHUP; until then the signal would end it."""
     for number in range(5):
         broker = start_broker(tmp_path / str(number), embedded=False)
         try:

@@ -24,7 +24,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> World:
-    """Two devices; no round begins, for it would need three."""
+    """Two devices; no round begins, because it needs three."""
     made = world(tmp_path, config_text("fedavg"))
     made.start_server()
     for name in ("d0", "d1"):
@@ -42,7 +42,7 @@ PRESENCES = {topics.presence("t", "d0"), topics.presence("t", "d1")}
 
 
 def test_a_retained_message_is_cleared_as_it_comes_and_its_sender_is_named(fleet: World) -> None:
-    """All but answers, to which the aggregator listens at times only."""
+    """All but answers, to which the aggregator is not always subscribed."""
     for topic in LEFT[:-1]:
         fleet.broker.publish(topic, messages.encode(Report(0)), retain=True)
     assert fleet.pump(lambda: left(fleet) == PRESENCES)

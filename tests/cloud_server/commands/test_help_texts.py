@@ -1,4 +1,4 @@
-"""Every command has a section and an example whose words are taken as they are; completion for three shells."""
+"""Every command has a section and an example with arguments and options that it has; completion for three shells."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MadeFleet:
 
 @pytest.fixture
 def folder(made: MadeFleet, tmp_path: Path) -> Path:
-    """A copy of the made fleet."""
+    """A copy of the generated fleet."""
     to = tmp_path / "fleet"
     to.mkdir()
     shutil.copy(made.folder / "fleet.toml", to)

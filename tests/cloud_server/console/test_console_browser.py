@@ -36,7 +36,7 @@ def address(programs: Programs, *arguments: object) -> str:
 
 
 class Page:
-    """The console of a made fleet in a browser."""
+    """The console of a generated fleet in a browser."""
 
     def __init__(self, driver: Chrome, fleet: MadeFleet, url: str):
         self.driver, self.fleet, self.url = driver, fleet, url
@@ -71,7 +71,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(autouse=True)
 def no_complaint(page: Page) -> Iterator[None]:
-    """Nothing may be said on the browser's console. A test that starts a console leaves its page before it ends."""
+    """The browser's console must stay empty. A test that starts a console leaves its page before it ends."""
     emulate(page.driver, 1280, 900)
     yield
     assert complaints(page.driver) == []

@@ -91,7 +91,7 @@ def invitations(desk: Path) -> list[str]:
 
 
 def shown_of(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The files that are told, without the text of PACKAGE, which has the time of its signature."""
+    """The files that are shown, without the text of PACKAGE, which has the time of its signature."""
     return [{key: value for key, value in file.items() if key != "content" or not file["path"].endswith("/PACKAGE")}
             for file in facts["files"]]
 

@@ -231,7 +231,7 @@ def test_the_command_lists_the_lines_and_fails_for_a_broken_chain(tmp_path: Path
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Makes the disk of a fleet's folder full, but for the room that is reserved for revoking."""
+    """Fills the disk of a fleet's folder, except for the space that is reserved for revoking."""
 
     def fill(folder: Path) -> None:
         write = os.write

@@ -1,4 +1,4 @@
-"""Files of the audit log: the chain goes on over them, and what was dropped is said."""
+"""Files of the audit log: the chain continues from file to file, and dropped lines are reported."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_an_alert_is_told_once_again_later_for_others_and_at_its_end(fleet: Flee
     section = replace(QUIET, pause_s=100, repeat_s=1000)
 
     def told(at: float) -> list[tuple[str, str, list[str]]]:
-        """By an ``Alerts`` of its own, as after a restart."""
+        """What a new ``Alerts`` sends, as after a restart."""
         messages = Alerts(fleet, section).look(ledger, NOW + at)
         return [(message["kind"], message["state"], message["devices"]) for message in messages]
 

@@ -77,7 +77,7 @@ def test_names_have_base_units_and_help(fleet: Fleet) -> None:
 
 @pytest.fixture
 def full(fleet: Fleet) -> dict[str, Metric]:
-    """Of a fleet whose devices reported everything."""
+    """The metrics of a fleet whose devices reported everything."""
     with Ledger(fleet.ledger_path) as ledger:
         ledger.put(Energy(round=1, device="d0", phase="train", joules=2.5, source="meter", measured=True),
                    Usage(round=1, device="d0", cpu_s=1.5, peak_mib=80.0))

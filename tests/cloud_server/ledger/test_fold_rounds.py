@@ -100,7 +100,7 @@ def of_device(at: dict[str, Any], draw: random.Random) -> Iterator[Row]:
 
 
 def figures(ledger: Ledger) -> dict[str, Any]:
-    """Everything that is said of a fleet as a whole or of a device."""
+    """All figures of a fleet as a whole and of its devices."""
     built = result.build(ledger, method="fedavg", seed=0, config={})
     reached = {one.round: one for one in bill.reached(built)}
     return {
@@ -118,7 +118,7 @@ def figures(ledger: Ledger) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> None:
-    """Equal, but that sums of floats may be added in another order."""
+    """Equal, except that sums of floats may be added in another order."""
     if isinstance(left, float) and isinstance(right, float):
         assert left == pytest.approx(right, rel=1e-12)
     elif isinstance(left, dict):

@@ -51,7 +51,7 @@ TICK_S = 0.1
 
 
 class Kept:
-    """Takes the place of a world's coordinator: the one that an aggregator process keeps."""
+    """Stands in for a world's coordinator: that of a whole aggregator."""
 
     def __init__(self, aggregator: Aggregator):
         self.aggregator = aggregator

@@ -1,4 +1,5 @@
-"""The passphrase of the fleet's keys: what it seals, where it comes from, and that a cut leaves every key readable."""
+"""The passphrase of the fleet's keys: what it seals, where it comes from, and that a power cut leaves every key
+readable."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def fleet(tmp_path: Path) -> Fleet:
 
 
 class Passphrase:
-    """A file with it, which the environment names."""
+    """A file with the passphrase, which the environment names."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self._folder, self._patch = folder, monkeypatch

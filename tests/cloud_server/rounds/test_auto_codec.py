@@ -49,7 +49,7 @@ def manifests(w: World) -> list[Manifest]:
 
 
 def is_open(w: World, number: int) -> bool:
-    """At the aggregator, and heard by a device."""
+    """Whether the round is open and a device has heard of it."""
     opened = w.server.open
     return opened is not None and opened.number == number and any(m.round == number for m in manifests(w))
 

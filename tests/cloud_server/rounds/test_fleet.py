@@ -225,7 +225,7 @@ def test_a_device_that_loses_its_state_again_and_again_restarts_the_duals_three_
 
 
 def test_an_update_that_is_judged_again_after_a_restart_is_judged_as_before(fleet):
-    """The loss that it has noted itself does not count against it."""
+    """The loss that was noted for this update does not count against it."""
     w = fleet(rounds=2)
     start(w, "d0", "d1", "d2")
     assert w.pump(lambda: w.closed() >= 1 and settled(w))
@@ -1358,7 +1358,7 @@ def test_a_trainer_process_that_cannot_be_started_ends_its_job_with_an_error(mon
     assert not trainer.busy
 
 
-# g. the books -------------------------------------------------------------------------------------------------------
+# g. the ledger ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def has_closed(w: World, number: int) -> bool:
 
 
 def is_open(w: World, number: int) -> bool:
-    """At the aggregator, and heard by a device."""
+    """Whether the round is open and a device has heard of it."""
     heard = [agent.manifest for agent in w.agents.values() if agent.manifest is not None]
     return opened(w, number) and any(m.round == number and m.open for m in heard)
 
@@ -158,7 +158,7 @@ def test_a_device_that_missed_rounds_takes_what_moves_and_holds_the_same_bits(fl
 
 @pytest.mark.slow
 def test_a_part_that_does_not_fit_gives_way_to_the_whole(fleet: Callable[..., World]) -> None:
-    """A device lies to itself about which frozen arrays it holds."""
+    """A device is wrong about which frozen arrays it holds."""
     w = fleet(HEAD, rounds=8, fleet="cohort = 2")
     start(w, "d0", "d1", "d2", "d3")
     for agent in w.agents.values():

@@ -91,7 +91,7 @@ def test_it_ruins_a_fleet_with_the_constant_bound_and_not_one_with_the_adaptive_
 def test_the_servers_dual_stays_the_mean_of_the_devices_duals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
-    """Of a refused update the device keeps nothing, on its disk."""
+    """The device keeps nothing of a refused update on its disk."""
     lie(monkeypatch, {"d2": -100.0})
     w = started(tmp_path, rule=rule)
     for number in range(1, ROUNDS + 1):

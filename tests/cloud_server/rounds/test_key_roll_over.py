@@ -1,4 +1,5 @@
-"""The fleet gets another signing key while devices train: rounds go on, all follow, and a cut leaves no half state."""
+"""The fleet gets another signing key while devices train: rounds go on, all follow, and a power cut leaves no half
+state."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def roll(w: World, *, cut: bool = False) -> Succession:
 
 
 def signs(w: World) -> str:
-    """The key that signed the manifest that is retained."""
+    """The key that signed the retained manifest."""
     return w.broker.retained[topics.current("t")].split(b":")[1].decode()
 
 
@@ -64,7 +65,7 @@ def has(w: World, name: str) -> str:
 
 
 def comes(w: World, what: Callable[[], bool]) -> bool:
-    """In steps of half a second, so that few rounds pass meanwhile."""
+    """Whether it happens, in steps of half a second, so that few rounds pass meanwhile."""
     return w.pump(what, tick_s=0.5)
 
 

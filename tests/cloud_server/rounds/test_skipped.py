@@ -59,7 +59,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def closed(w: World, number: int) -> bool:
-    """All know it, and the next round is open."""
+    """Whether all devices know that the round is closed, and the next one is open."""
     return w.closed() >= number and settled(w) and (w.server.open is not None or w.server.finished)
 
 
@@ -79,7 +79,7 @@ def killed_with_a_note(w: World) -> tuple[int, float, int]:
 
 
 def skipped(w: World) -> list[int]:
-    """By round."""
+    """The number of skipped updates by round."""
     return [sum(row.skipped for key, row in updates(w).items() if key[0] == n) for n in range(1, ROUNDS + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Both transfers under everything that a network and two mortal ends can do: nothing false is accepted, and all ends
+"""Both transfers, with every fault of the network and deaths of both ends: nothing false is accepted, and all ends
 well. Hypothesis draws what happens; once faults stop, every transfer ends within a bounded time."""
 
 from __future__ import annotations

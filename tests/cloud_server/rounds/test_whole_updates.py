@@ -47,7 +47,7 @@ def seen(w: World) -> Any:
 
 
 def parts(w: World, number: int, name: str) -> list[str]:
-    """What came of a device's update: ``w`` whole, ``m`` an offer, a number a chunk."""
+    """The messages of a device's update: ``w`` whole, ``m`` an offer, a number a chunk."""
     start = topics.upload(w.name, name, number, "")
     return [message.topic.removeprefix(start) for client, message in seen(w).seen if message.topic.startswith(start)]
 
@@ -110,7 +110,7 @@ def test_a_whole_update_leaves_room_for_its_offer_in_a_message_of_the_fleets_siz
 def test_a_larger_round_takes_smaller_updates_whole(
     fleet: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that no more is on its way to the aggregator than granted chunks would be."""
+    """Otherwise more would be on its way to the aggregator than with granted chunks."""
     sizes = [row.payload_bytes for row in run(fleet(rounds=1)).server.ledger.rows(Update)]
     monkeypatch.setattr(manifests, "WHOLE_IN_ALL", 3 * min(sizes) - 1)
     w = run(fleet(rounds=1))

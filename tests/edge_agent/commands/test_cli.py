@@ -180,7 +180,7 @@ atexit.register(tell)
 DEVICES = {"numpy", "onnxruntime", "safetensors", "paho", "cryptography", "_cffi_backend", "backports", "tomli"}
 """All that a device may load without torch; backports.zstd and tomli with the Pythons that lack them."""
 IF_INSTALLED = {"socks"}
-"""What paho takes where it is. Nothing of a device's installs it; the driver of the tests' browser does."""
+"""What paho uses if it is installed. No package of a device installs it; the driver of the tests' browser does."""
 
 
 @pytest.mark.slow

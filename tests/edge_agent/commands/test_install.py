@@ -166,7 +166,7 @@ def test_what_the_fleets_key_did_not_sign_is_refused_and_nothing_changes(run: Ru
         (folder / "manifest.json").write_text(text.replace('"round": 7', '"round": 8'))
 
     def other_weights(folder: Path) -> None:
-        """With a manifest that lists them, and the signature of the one before."""
+        """Other weights, with a manifest that lists them and the signature of the former one."""
         more = written(tmp_path, with_params(made, trees.scale(made.params, 2.0), 7), "more", None)
         for name in ("manifest.json", "weights.safetensors"):
             shutil.copy(more / name, folder / name)

@@ -205,7 +205,7 @@ def test_the_jobs_keep_one_graph_open(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_ends_in_the_same_round_again_and_again_leaves_it_out(tmp_path: Path) -> None:
-    """As where the system kills it for its memory."""
+    """As when the system kills it because memory runs out."""
     w = world(tmp_path, config_text("pfldyn-proto", rounds=2, devices=2), train_graph=True)
     w.start_server()
     w.start_agent("d0", toy(0))

@@ -142,7 +142,7 @@ def test_a_device_without_space_stays_on_reports_it_and_does_not_train_for_nothi
 
 
 def refused(w: World, write: Callable[..., None]) -> Callable[..., None]:
-    """As on a disk with room for only the small clock file."""
+    """Writes as on a disk with room for only the small clock file."""
 
     def write_parts(path: Path, parts: Any, **options: Any) -> None:
         if w.acting == DEVICE and path.name != "clock.json":

@@ -1,4 +1,4 @@
-"""What a device says that it is."""
+"""How a device describes itself."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ FULL = Figures(
     usage=ProcessUsage(2.5, 80.0), energy=(Energy("train", 4.5, "ina219", True), Energy("radio", 0.5, "wifi", False)),
     flops=1e9, round=3, served_round=2, accuracy={"before": 0.5, "after": 0.75}, answered=7, last_answer_s=1.7e9,
 )
-"""Of an agent that has measured everything."""
+"""The figures of an agent that has measured everything."""
 
 
 def parsed(page: str) -> dict[str, Metric]:

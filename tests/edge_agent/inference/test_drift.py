@@ -1,4 +1,4 @@
-"""A device notices that what it answers has moved, says so, and begins anew with a new personalization."""
+"""A device notices drift in what it answers, reports it, and starts again with a new personalization."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def service(request: pytest.FixtureRequest, photos: Path, tmp_path: Path) -> Ser
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Everything that a session runs on from now on."""
+    """Every input of a session from now on."""
     found: list[Any] = []
     run = Session.run
 

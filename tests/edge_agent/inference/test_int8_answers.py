@@ -64,7 +64,7 @@ def by(service: Service, way: str) -> relearn.Personalized:
 
 
 def wanted(way: str, x: Any, labels: Any, at: Any) -> Any:
-    """With the bundle's own quantized encoder."""
+    """The probabilities with the bundle's own quantized encoder."""
     embed = open_session(made().int8, {}).run
     z, asked = embed(x), embed(at)
     if way == "proto":

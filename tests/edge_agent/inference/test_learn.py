@@ -1,4 +1,4 @@
-"""While it answers, a device learns labelled samples and follows what another process made."""
+"""While it answers, a device learns labelled samples and follows the changes of another process."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def by(service: Service, way: str, **more: Any) -> relearn.Personalized:
 
 
 def embedded(service: Service, method: str, x: Any) -> Any:
-    """With torch."""
+    """The samples' embeddings, by torch."""
     weights = {**models.initial(homes.layout(), 0), **homes.served_weights(method)}
     return local_training.embed(models.build(homes.layout()), weights, x)
 

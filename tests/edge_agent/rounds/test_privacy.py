@@ -158,7 +158,7 @@ def _inside(data: bytes) -> Iterator[bytes | Array]:
 
 
 def _in_json(value: Any) -> Iterator[bytes | Array]:
-    """Its numbers in order, and what its texts hold."""
+    """The numbers of a JSON value in order, and what its texts hold."""
     numbers: list[float] = []
 
     def visit(inner: Any) -> Iterator[bytes]:

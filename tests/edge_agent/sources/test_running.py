@@ -43,7 +43,7 @@ class Script:
 
 
 class Waits(threading.Event):
-    """Notes how long it is waited for, and waits for nothing."""
+    """Records the waits, and does not wait."""
 
     def __init__(self, noted: list[float]):
         super().__init__()

@@ -66,7 +66,7 @@ def groups(update: Update) -> Params:
 
 
 def arrange(updates: list[Update]) -> list[Update]:
-    """In closing order, whatever the order of arrival, as the spool reads them."""
+    """The updates in closing order, whatever the order of arrival, as the spool reads them."""
     names = {update.device: update for update in updates}
     return [names[name] for name in aggregation.order(names)]
 

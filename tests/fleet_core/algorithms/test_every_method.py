@@ -161,7 +161,7 @@ class Plain:
 
     @property
     def served(self) -> trees.Params:
-        """As the devices decode it after the last round."""
+        """The served model as the devices decode it after the last round."""
         codec, seed, size = self.fleet.codec_down, self.fleet.config.fleet.seed, len(NAMES)
         audience = Audience(size, size, size, 0.0)
         return encode_served(self.method, self.after, None, codec, self.wire, seed, audience).weights

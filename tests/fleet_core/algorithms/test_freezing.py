@@ -51,7 +51,7 @@ def places(arrays: Collection[str]) -> list[int]:
 
 
 def subset_minimiser(frozen: Collection[str], at: Vector) -> Vector:
-    """Of the mean of the losses over the other arrays, with the frozen ones as in ``at``."""
+    """The minimiser of the mean loss over the other arrays, with the frozen ones as in ``at``."""
     hessian = np.sum([loss.hessian for loss in DEVICES.values()], axis=0)
     pull = np.sum([loss.hessian @ loss.minimum for loss in DEVICES.values()], axis=0)
     fixed = places(frozen)

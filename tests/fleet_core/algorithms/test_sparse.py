@@ -107,7 +107,7 @@ class Fleet:
 
 
 def distance(fleet: Fleet, rounds: int, active: int = DEVICES) -> float:
-    """After ``rounds`` with ``active`` devices drawn in each; ``DIVERGED`` if it grows beyond that."""
+    """The distance after ``rounds`` with ``active`` devices drawn in each; ``DIVERGED`` if it grows beyond that."""
     rng = np.random.default_rng(1)
     with np.errstate(all="ignore"):
         for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""Settings that do nothing: what a method states is what its bits say, and people who write one are told."""
+"""Settings without effect: a method declares exactly those that change no bit, and whoever sets one is told."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OTHER: dict[str, Any] = {
     "window_mean": False, "warm_up": 1, "kernel": "linear", "augmentation_steps": 1, "neighbours": 1, "mixture": 0.9,
     "finetune_steps": 3, "pull": 1.0,
 }
-"""Another value than the default or that of ``SMALL``; numbers that are not here are doubled."""
+"""Values other than the default and that of ``SMALL``; numbers that are not here are doubled."""
 IMAGES = ("augment",)
-"""What only images have."""
+"""Settings that only images have."""
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in METHODS), ("fedmeta-maml", {"form": "appendix"}), ("metavers", {"shots": 0}),
     ("metavers", {"loss_share": 1.0}), ("fedavg", {"server_optimizer": "adam"}), ("fedavg", {"finetune_steps": 2}),
@@ -49,7 +49,7 @@ def other(hyper: Any, key: str) -> Any:
 
 
 def bits(name: str, hyper: Any) -> list[bytes]:
-    """Of everything that two rounds leave, and of a new and a known device's answers."""
+    """The bits of everything that two rounds leave, and of a new and a known device's answers."""
     data = [toy_samples(40), toy_samples(50, seed=1), toy_samples(60, seed=2)]
     fleet = Fleet(name, hyper, data)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Samples that are cut from readings as they come are those that the readers of files give."""
+"""Samples that are cut from live readings equal those that the readers of files give."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def frozen_of(name: str) -> Moving:
 def trained(
     name: str, moving: Moving, layout: Layout | None = None, together: bool = False, rounds: int = 1, **changes: Any
 ) -> list[TrainResult]:
-    """Of two devices in their first round, or in the one after."""
+    """The results of two devices in their first round, or in a later one."""
     fleet = Fleet(name, hyper_of(name, **{**SMALL, **changes}), [toy_samples(60), toy_samples(60, seed=1)],
                   layout or toy_layout())
     for _ in range(rounds - 1):
@@ -58,7 +58,7 @@ def trained(
 
 @pytest.mark.parametrize("name", ABLE)
 def test_a_single_step_is_that_part_of_the_whole_step(name: str) -> None:
-    """Without a clip, which is of the direction that there is."""
+    """Without clipping, which depends on the whole direction."""
     moving = frozen_of(name)
     one_step: dict[str, Any] = {"local_steps": 1, "head_steps": 0, "clip_norm": 0.0, "personal_steps": 1}
     part, whole = (trained(name, which, **one_step)[0] for which in (moving, EVERYTHING))
@@ -71,7 +71,7 @@ def test_a_single_step_is_that_part_of_the_whole_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ABLE)
 def test_what_a_device_keeps_of_frozen_arrays_has_the_bits_of_before(name: str) -> None:
-    """In its second round, of the dual, the control, the personal arrays."""
+    """In its second round: the dual, the control, the personal arrays."""
     moving = frozen_of(name)
     fleet = Fleet(name, hyper_of(name, **SMALL), [toy_samples()])
     fleet.round()
@@ -100,7 +100,7 @@ def test_clients_side_by_side_train_what_each_would_alone(name: str) -> None:
 
 
 def test_a_round_of_everything_after_one_of_a_part_is_not_disturbed_by_it() -> None:
-    """The network held arrays of its own."""
+    """The network held arrays of the round in between."""
     fleet = Fleet("fedavg", hyper_of("fedavg", **SMALL), [toy_samples()])
 
     def update(moving: Moving) -> dict[str, bytes]:
@@ -133,7 +133,7 @@ def only(*layers: str) -> Moving:
     (["layers.1", "head"], [0, 1, 1, 2]),
 ])
 def test_the_backward_pass_ends_at_the_first_layer_that_moves(moves: Sequence[str], backward: Sequence[int]) -> None:
-    """Of the whole model it counts as two forward passes, the gradient in the samples included."""
+    """For the whole model it counts as two forward passes, the gradient in the samples included."""
     layout = models.describe("mlp", TOY, ("a", "b", "c"), DEEP)
     result = trained("fedavg", only(*moves), layout, batch=20)[0]
     samples = 3 * 20
@@ -171,7 +171,7 @@ def test_a_frozen_array_requires_no_gradient(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_layer_without_counted_operations_is_a_layer_all_the_same() -> None:
-    """Of a norm that moves alone the gradient passes all layers after it."""
+    """The gradient of a norm that moves alone passes all layers after it."""
     layout = models.describe("cnn1d", InputSpec((2, 16)), ("a", "b"), {"channels": [4, 8], "width": 5})
     layers = layers_of(models.build(layout), layout)
     assert layers is not None

@@ -115,7 +115,7 @@ def test_a_partition_that_heals_costs_only_time(founded: Path, whole: Path, tmp_
 
 
 def uploads_second(agent: Agent) -> bool:
-    """Whether it is about to send its update of round 2."""
+    """Whether the device is about to send its update of round 2."""
     return agent.phase == "upload" and agent.manifest is not None and agent.manifest.round == 2
 
 

@@ -176,7 +176,7 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.fixture(params=kinds(TCP))
 def fast_stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
-    """Without mosquitto's WebSockets, which get 40 kB a second."""
+    """Every stage but mosquitto's WebSockets, which get 40 kB a second."""
     made = stage_of(request.param, tmp_path / "broker")
     yield made
     made.end()

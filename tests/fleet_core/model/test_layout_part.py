@@ -1,4 +1,4 @@
-"""Parts of a layout: what moves as places in a message, and the arrays that codecs and checks see."""
+"""Parts of a layout: moving arrays as positions in a message, and the arrays that codecs and checks see."""
 
 from __future__ import annotations
 

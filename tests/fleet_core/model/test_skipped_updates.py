@@ -22,7 +22,7 @@ from tests.support.quadratics import LAYOUT, SIZE, tree, vector
 
 
 def params(value: float, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Of that norm."""
+    """Arrays of that norm."""
     vector = np.random.default_rng(seed).normal(size=SIZE)
     return trees.apply(lambda a: a.astype(np.float32), tree(vector * value / np.linalg.norm(vector)))
 

@@ -1,5 +1,5 @@
 """Secure aggregation as pure state machines: the sum is exact, whoever vanishes; fewer than the threshold give none;
-neither side does what could tell more."""
+neither side does what could reveal more."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_aggregator_holds_no_single_update() -> None:
 
 
 def shared(devices: int = 5, **rules: float) -> tuple[Collector, dict[str, Participant]]:
-    """Until every device has shared."""
+    """Both sides, once every device has shared."""
     given = session(devices, threshold=rules.get("threshold", 0.6))
     made = {f"d{k}": Participant(given, identity(f"d{k}")) for k in range(devices)}
     server = Collector(given, authority().certificate)
@@ -109,7 +109,7 @@ def test_a_device_reveals_once_and_only_of_enough_devices() -> None:
         replace(asked, there=("d0", "d1"), gone=("d2", "d3", "d4")),  # too few
         replace(asked, there=("d0", "d1", "d2"), gone=("d3",)),  # not all
         replace(asked, gone=("d1",)),  # both kinds of share of one device
-        replace(asked, there=("d1", "d2", "d3", "d4"), gone=("d0",)),  # of itself
+        replace(asked, there=("d1", "d2", "d3", "d4"), gone=("d0",)),  # the device's own share
     ):
         with pytest.raises(MessageError, match="a sum of"):
             device.reveal(wrong)

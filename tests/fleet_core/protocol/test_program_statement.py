@@ -1,4 +1,4 @@
-"""What is signed of a program: one canonical text, which nothing else can be read as."""
+"""What is signed of a program: one canonical text, which is that of no other program."""
 
 from __future__ import annotations
 

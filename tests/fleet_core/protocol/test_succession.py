@@ -1,4 +1,4 @@
-"""A device follows its fleet's key as far as old keys have signed it, and never back, aside or past a cut."""
+"""A device follows its fleet's key as far as old keys have signed the new ones, and never back, aside or past a cut."""
 
 from __future__ import annotations
 

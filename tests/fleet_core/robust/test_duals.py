@@ -77,7 +77,7 @@ def test_identity_4_with_error_feedback(rule):
 
 @pytest.mark.parametrize("rule", REPLACING)
 def test_where_updates_are_changed_the_servers_dual_is_what_was_used_makes_it(rule):
-    """g = −α/m Σ used: of what the server used, and no more the mean of the devices' own duals."""
+    """g = −α/m Σ used: of what the server used, and no longer the mean of the devices' own duals."""
     ours = fleet("dyn", rule)
     used = np.zeros_like(ours.server_dual)
     for _ in range(40):

@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_ends_the_round() -> None:
 
 
 def test_a_graph_that_fails_in_a_step_changes_nothing() -> None:
-    """Memory that runs out, say."""
+    """For example when memory runs out."""
     fleet = Fleet("fedavg", hyper_of("fedavg", local_steps=4), [toy_samples()])
     (one,), sent = fleet.participants(), fleet.broadcast()
     whole, calls = opened(train_graph("fedavg")), [0]

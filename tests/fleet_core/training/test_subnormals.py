@@ -12,7 +12,7 @@ from fleet_core.training.subnormals import flushed
 
 
 def product() -> float:
-    """Of two normal numbers, subnormal."""
+    """The sum of subnormal products of normal numbers."""
     return float((np.full(8, 1e-20, np.float32) * np.float32(1e-20)).sum())
 
 

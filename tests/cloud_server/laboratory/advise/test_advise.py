@@ -349,7 +349,7 @@ ACCURACY = {
     "knn-per": 0.85,
 }  # fmt: skip
 SHARES = {"none": 1.0, "int8": 0.25, "int4": 0.125, "ternary": 0.05, "topk-10": 0.03, "topk-1": 0.01}
-"""Of a model's bytes; of these codecs, topk-10 loses accuracy."""
+"""Shares of a model's bytes by codec; of these, topk-10 loses accuracy."""
 
 
 class Bench:

@@ -46,7 +46,7 @@ def run_fleet(
     hidden: int = 6, seed: int = 3, cohort: int = 2, skip_below: float = 0.0, train: dict[str, Any] | None = None,
     rule: str = "none", max_batch: int | None = None,
 ) -> World:
-    """Until everything is counted and evaluated."""
+    """Runs a fleet until everything is counted and evaluated."""
     values = "\n".join(f"{name} = {json.dumps(value)}" for name, value in hyper.items() if name != "local_steps")
     text = config_text(
         method, rounds=rounds, hyper=values, devices=devices, fleet=f"cohort = {cohort}\nseed = {seed}",
@@ -82,7 +82,7 @@ def fleet_device(w: World, name: str) -> dict[str, bytes]:
 
 
 def trimmed(state: dict[str, bytes]) -> dict[str, bytes]:
-    """Without the served model, which a fleet keeps in a file of its own."""
+    """The state without the served model, which a fleet keeps in a separate file."""
     arrays = {name: value for name, value in state.items() if name != "metadata" and not name.startswith("answers/")}
     return {name.removeprefix("memory."): value for name, value in arrays.items()}
 
@@ -133,7 +133,7 @@ def test_under_a_boards_limit_a_run_computes_what_a_fleet_computes(tmp_path: Pat
 def test_with_a_liar_a_run_computes_what_a_fleet_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
-    """What a rule remembers too, and the state of a device whose updates are refused."""
+    """Also the rule's memory, and the state of a device whose updates are refused."""
     lie(monkeypatch, {"d1": -100.0})
     store = compare_with_a_fleet(tmp_path, "pfldyn-proto", EPISODES, "int8", rule=rule, cohort=3)
     assert all(set(row["errors"]) == {"d1"} for row in store.rounds())
