@@ -8,7 +8,8 @@ Aggregator, mosquitto with certificates, and agents are processes on this machin
 all in every round, with the settings and the codec of chosen.json. Bytes are those of rounds 3 to the last but one, so
 that neither the graph, nor the first model, nor the served model after the last round counts: payload, what went
 through the MQTT socket, and on the wire: TLS, TCP and IP. ``planned_`` and ``run_`` are the bytes of all devices in the
-whole run, by ``metafleet plan`` before it and the ledger after it. It writes the rows of the task in live.json. --plan:
+whole run, by a plan and by the ledger, ``planned_own_`` those of a plan with ``--data``: the samples of four of the
+devices. It writes the rows of the task in live.json. --plan:
 plans the fleets of live.json again, in this process, and runs none.
 """
 
@@ -20,6 +21,7 @@ import shutil
 import tomllib
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,6 +33,7 @@ from cloud_server.laboratory.plan import planned_costs
 from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.laboratory.plan.planned_bytes import Asked
 from cloud_server.laboratory.plan.workload import Workload
+from cloud_server.laboratory.run.rehearsal import DEVICES as REHEARSED
 from cloud_server.laboratory.run.rehearsal import rehearsed
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Volume
@@ -74,7 +77,6 @@ def measured(folder: Path, name: str, label: str, codec: str, devices: int, roun
         server, log = commands.start("metafleet", "server", "start", FLEET, "--host", "0.0.0.0", "--quiet")
         commands.says(log, "broker: ")
         names = enrolled(commands, work, devices)
-        plan = json.loads(commands.done("metafleet", "plan", FLEET, "--devices", devices, "--json").stdout)
         agents = [commands.start("edge-agent", "run", "--home", name)[0] for name in names]
         with Ledger(folder / FLEET / "ledger.sqlite") as ledger:
             commands.until(lambda: len(ledger.rounds("closed")) >= rounds, f"round {rounds}", ROUNDS_S)
@@ -84,7 +86,6 @@ def measured(folder: Path, name: str, label: str, codec: str, devices: int, roun
         commands.stop(server)
     return {"method": label, "codec": up if up == down else f"{up}/{down}",
             **{name: each(found, name, devices) for name in COUNTERS},
-            **{f"planned_{name}": plan[0][f"{name}_bytes"] for name in ("payload", "wire")},
             **{f"run_{name}": up_and_down(getattr(run, name)) for name in ("payload", "wire")}}
 
 
@@ -96,7 +97,7 @@ def chosen(name: str, label: str, codec: str) -> tuple[dict[str, Any], str, str]
 
 
 def planned(name: str, label: str, codec: str, devices: int, rounds: int) -> dict[str, dict[str, int]]:
-    """What ``metafleet plan`` says of that fleet, computed here."""
+    """What ``metafleet plan`` says of that fleet, without samples and with, computed here."""
     (method, up, down), work, model = chosen(name, label, codec), workloads.build(task(name)), task(name).model
     kind = METHODS[method["method"]]
     layout = models.describe(model.name, work.spec, work.classes, model.options)
@@ -106,9 +107,13 @@ def planned(name: str, label: str, codec: str, devices: int, rounds: int) -> dic
         devices=devices, codec_up=up, codec_down=down, serve_every=rounds, graph_bytes=len(graph),
         first=models.initial(layout, 0), chunk_bytes=LinkSection().chunk_bytes,
     )
-    found = planned_costs.planned(asked, None, rehearsed)
-    say(f"{name}: {label} with {codec}: sizes {found.sizes}")
-    return {f"planned_{counter}": up_and_down(getattr(found, f"{counter}_bytes")) for counter in ("payload", "wire")}
+    found = {}
+    for kind_of_plan, own in (("planned", None), ("planned_own", replace(work, train=work.train[:REHEARSED]))):
+        plan = planned_costs.planned(asked, None, partial(rehearsed, own=own))
+        say(f"{name}: {label} with {codec}: sizes {plan.sizes}")
+        found |= {f"{kind_of_plan}_{counter}": up_and_down(getattr(plan, f"{counter}_bytes"))
+                  for counter in ("payload", "wire")}
+    return found
 
 
 def enrolled(commands: Commands, work: Workload, devices: int) -> list[str]:
@@ -161,7 +166,8 @@ def main() -> None:
         if given.only and codec not in given.only:
             continue
         folder = given.out / f"{given.task}-{label}-{codec}"
-        row = measured(folder, given.task, label, codec, given.devices, given.rounds)
+        row = (measured(folder, given.task, label, codec, given.devices, given.rounds)
+               | planned(given.task, label, codec, given.devices, given.rounds))
         say(json.dumps(row))
         rows[label, row["codec"]] = row
     write_json(RESULT, {**kept, given.task: {**asked, "rows": list(rows.values())}})

@@ -267,16 +267,17 @@ COLOURS = {label: style(k)[0] for k, label in enumerate((*FP32, "pflscaf-proto")
 
 
 def plan_table(fleets: Mapping[str, Any]) -> str:
-    """Bytes of the whole run, all devices: planned before it, and the ledger's after it."""
+    """Bytes of the whole run, all devices, by the ledger, and how far plans are off: on generated samples, and on the
+    devices' own."""
     lines = []
     for name, live_fleets in fleets.items():
         for row in rows_of(live_fleets).values():
             cells = []
             for counter in ("payload", "wire"):
-                planned, moved = (sum(row[f"{when}_{counter}"].values()) for when in ("planned", "run"))
-                cells += [bytes_text(planned), bytes_text(moved), f"{planned / moved - 1:+.0%}"]
+                plan, own, moved = (sum(row[f"{of}_{counter}"].values()) for of in ("planned", "planned_own", "run"))
+                cells += [bytes_text(moved), f"{plan / moved - 1:+.0%}", f"{own / moved - 1:+.0%}"]
             lines.append([TITLES[name], f"`{row['method']}`", f"`{row['codec']}`", *cells])
-    head = ("task", "method", "codec", "planned payload", "payload", "off by", "planned wire", "wire", "off by")
+    head = ("task", "method", "codec", "payload", "plan", "with samples", "wire", "plan", "with samples")
     return markdown.table(head, lines)
 
 

@@ -81,8 +81,6 @@ def verify(
 def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
     """data: samples to calibrate an int8 encoder with, or None. Raises FleetError."""
     from cloud_server.records.read_served_model import place_of, served_model
-    from fleet_core.backbone.backbone_file import NAME as BACKBONE
-    from fleet_core.data import samples
     from fleet_core.model import graph_bundle
 
     fleet, file = place_of(source)
@@ -92,14 +90,7 @@ def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
         from export.full_bundle import Served, whole  # needs torch and onnx
     served = Served(fleet.config.fleet.name, fleet.public_key(), fleet.method, fleet.hyper, number, params,
                     fleet.weights(graph.layout), fleet.backbone_bytes() or b"")
-    layout = graph.layout
-    spec = layout.sample
-    calibration = None if data is None else samples.load(Path(data), classes=layout.classes, dtype=spec.dtype,
-                                                         shape=spec.shape, fit=spec.fit, sound_hz=spec.sound_hz)
-    if calibration is not None and layout.backbone is not None:
-        from fleet_core.backbone.features import of_file
-
-        calibration = of_file(fleet.folder / BACKBONE).samples(calibration, keep=False)
+    calibration = None if data is None else fleet.samples(graph.layout, Path(data))
     return whole(served, graph, stored=stored, data=calibration, say=processes.say)
 
 

@@ -32,6 +32,8 @@ def plan(
     = None,
     devices: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Devices that train; default: the enrolled "
                                                                            "ones, or an experiment's.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="SAMPLES", help="A file of the fleet's samples, to learn "
+                                             "how large updates are; default: generated samples.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Plan bytes, operations, computing time and joules of a run before it starts."""
@@ -43,8 +45,10 @@ def plan(
 
     file = path / "fleet.toml" if path.is_dir() else path
     if "fleet" in config.tables(config.text_of(file), str(file)):
-        asked, own = [_of_fleet(file, devices)], None
+        asked, own = _of_fleet(file, devices, data)
     else:
+        if data is not None:
+            raise ConfigError("--data is for a fleet", where=str(file), hint="an experiment names its samples itself")
         asked, named, own = _of_experiment(file, devices)
         board = board or named
     profile = catalogue.load(board) if board else None
@@ -54,9 +58,11 @@ def plan(
     _print(found)
 
 
-def _of_fleet(file: Path, devices: int | None) -> Asked:
-    """Raises ConfigError if it is unknown how many devices there will be."""
+def _of_fleet(file: Path, devices: int | None, data: str | None) -> tuple[list[Asked], Workload | None]:
+    """(the plan, the samples for a rehearsal). Raises ConfigError if it is unknown how many devices there will be, and
+    DataError."""
     from cloud_server.laboratory.plan.planned_bytes import Asked
+    from cloud_server.laboratory.run import rehearsal
     from cloud_server.records.fleet_folder import Fleet, method_of
     from cloud_server.records.fleet_settings import FleetConfig
     from fleet_core.base import config
@@ -69,14 +75,15 @@ def _of_fleet(file: Path, devices: int | None) -> Asked:
     if not (devices or train):
         raise ConfigError("no device is enrolled yet", where=str(file), expected="--devices N")
     made = (file.parent / "weights.safetensors").exists()
-    return Asked(
+    own = None if data is None else rehearsal.divided(fleet.samples(layout, Path(data)), layout)
+    return [Asked(
         label=settings.fleet.name, method=fleet.method, hyper=fleet.hyper, layout=layout, rounds=settings.fleet.rounds,
         devices=devices or train, newcomers=new, cohort=settings.fleet.cohort, codec_up=fleet.codec_up,
         codec_down=fleet.codec_down, serve_every=settings.fleet.serve_every, graph_bytes=graph_bytes,
         first=fleet.first(layout) if made else None, seed=settings.fleet.seed,
         chunk_bytes=settings.link.chunk_bytes, fleet=settings.fleet.name, moving=fleet.selected(layout),
         schedule=settings.train.freeze == AUTO,
-    )
+    )], own
 
 
 def _graph(fleet: Fleet) -> tuple[Layout, int | None]:

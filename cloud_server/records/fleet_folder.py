@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cloud_server.records import signing_keys
@@ -46,6 +46,9 @@ from fleet_core.privacy import settings as privacy
 from fleet_core.protocol.signing import Signer, load_public
 from fleet_core.robust import settings as robust
 from fleet_core.robust.screening import Screening
+
+if TYPE_CHECKING:
+    from fleet_core.data.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,19 @@ class Fleet:
                              where=str(path), expected=wanted.id,
                              hint="put the fleet's file back: every device and every weight belongs to it")
         return data
+
+    def samples(self, layout: Layout, path: Path) -> Samples:
+        """A file's samples as the model takes them: features if the fleet has a backbone. Raises DataError."""
+        from fleet_core.data import samples  # not needed, nor its memory, by a running server
+
+        raw = layout.sample
+        found = samples.load(path, classes=layout.classes, dtype=raw.dtype, shape=raw.shape, fit=raw.fit,
+                             sound_hz=raw.sound_hz)
+        if layout.backbone is None:
+            return found
+        from fleet_core.backbone.features import of_file
+
+        return of_file(self.folder / backbone_file.NAME).samples(found, keep=False)
 
     def first(self, layout: Layout) -> Params:
         """The first values of every group, float32: the model's weights, and zeros for the method's other groups."""

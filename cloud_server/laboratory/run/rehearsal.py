@@ -47,11 +47,11 @@ Array = np.ndarray[Any, Any]
 
 def rehearsed(asked: Asked, flops: float, own: Workload | None = None) -> Rehearsed:
     """Sizes from rounds 2 to ``ROUNDS`` of ``DEVICES`` devices. flops: of one device and round. own: the samples and
-    devices of an experiment; without them samples are generated. Raises ConfigError if it would take long, and
-    FleetError."""
+    devices of an experiment, or of a file; without them samples are generated. Raises ConfigError if it would take
+    long, and FleetError."""
     if not asked.moving.everything:
         raise ConfigError("some arrays are frozen")
-    devices = min(DEVICES, asked.devices)
+    devices = min(DEVICES, asked.devices, DEVICES if own is None else len(own.train))
     if flops * devices * ROUNDS > MOST_FLOPS:
         raise ConfigError("a rehearsal would take long")
     work = generated(asked.layout, devices) if own is None else own
@@ -80,6 +80,14 @@ def _rounds(asked: Asked, work: Workload, devices: int) -> list[dict[str, Any]]:
         with contextlib.suppress(Stopped):
             Engine(lab, run, Store(Path(folder))).run()
     return rows
+
+
+def divided(samples: Samples, layout: Layout) -> Workload:
+    """These samples among at most ``DEVICES`` devices: by client if they name some, else at random."""
+    rows = [np.flatnonzero(samples.client == name) for name in samples.clients[:DEVICES]] if samples.clients else (
+        np.array_split(np.random.default_rng(0).permutation(len(samples.y)), DEVICES))
+    shares = tuple(Share(f"d{k}", np.sort(own), own[:0]) for k, own in enumerate(rows))
+    return Workload(samples, shares, (), (), layout.input, layout.classes)
 
 
 def generated(layout: Layout, devices: int) -> Workload:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cloud_server.commands import cli
+from cloud_server.commands import plan as plan_command
 from cloud_server.figures.formatting import bytes_text
 from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan import planned_bytes, planned_costs
@@ -18,8 +19,10 @@ from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.ledger.ledger_sums import Bytes
 from cloud_server.ledger.ledger_tables import Evaluation
 from fleet_core.base import config
+from fleet_core.base.errors import ConfigError
 from fleet_core.board import profile
 from fleet_core.board.profile import Profile
+from fleet_core.data.samples import save
 from tests.support import lab
 from tests.support.inprocess import config_text, toy, world
 
@@ -74,13 +77,17 @@ def test_the_planned_payload_is_within_a_fifth_of_the_ledgers(
         w.start_agent(f"d{n}", toy(n, shift=float(n)))
     assert w.pump(lambda: len({row.device for row in w.server.ledger.rows(Evaluation, round=rounds)}) == 3)
     (after,) = plan(w.fleet.folder / "fleet.toml")
+    save(tmp_path / "some.npz", toy(0))
+    (on_samples,) = plan(w.fleet.folder, "--data", tmp_path / "some.npz")
     payload, kinds = w.server.ledger.volume()[None].payload, w.server.ledger.totals().payload_by_kind
     assert before["payload_bytes"] == after["payload_bytes"], "the enrolled devices are as many"
     for way in ("up", "down"):
         assert before["payload_bytes"][way] == pytest.approx(getattr(payload, way), rel=WITHIN)
+        assert on_samples["payload_bytes"][way] == pytest.approx(getattr(payload, way), rel=WITHIN)
         for kind, moved in kinds.items():
             assert before["kinds"][kind][way] == pytest.approx(getattr(moved, way), rel=WITHIN), kind
     assert before["flops"] >= sum(w.server.ledger.flops().values()), "the devices have few samples for a batch"
+    assert on_samples["sizes"].endswith("devices on its own samples") or train
     assert before["chunk_bytes"]["down"] > 0
     assert before["wire_bytes"]["down"] > before["payload_bytes"]["down"] + before["chunk_bytes"]["down"]
     w.close()
@@ -184,3 +191,10 @@ def test_the_wire_has_the_headers_of_segments_and_every_devices_messages(
     found = sizes.on_wire(Bytes(up=2 * 1448, down=0))
     assert found.up == 2 * 1448 + 2 * 52 + 4 * (2 * messages.up + 8 * manifest.up)
     assert found.down == 52 + 4 * (2 * messages.down + 8 * manifest.down)
+
+
+def test_an_experiment_names_its_samples_itself(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text('[data]\nset = "heartbeat"\n')
+    with pytest.raises(ConfigError, match="--data is for a fleet"):
+        plan_command.plan(path, data="some.npz")

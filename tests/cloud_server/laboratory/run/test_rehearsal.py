@@ -17,6 +17,7 @@ from cloud_server.laboratory.plan.planned_bytes import Asked, Rehearsed
 from cloud_server.laboratory.run import rehearsal
 from fleet_core.base.errors import ConfigError
 from fleet_core.base.moving import Moving
+from fleet_core.data.samples import Samples
 from fleet_core.learning import models
 from fleet_core.model.layout import InputSpec
 from tests.support import lab
@@ -95,3 +96,14 @@ def test_no_samples_are_generated_for_an_input_of_whole_numbers() -> None:
     layout = models.describe("char-lstm", InputSpec((20,), "int64"), tuple("abc"), {})
     with pytest.raises(ConfigError, match="whole numbers"):
         rehearsal.generated(layout, 2)
+
+
+@pytest.mark.parametrize(("client", "rows"), [
+    (None, [3, 3, 2, 2]), (np.array(["b", "a"] * 5), [5, 5]), (np.array([*"abcdeabcde"]), [2, 2, 2, 2]),
+])
+def test_samples_are_divided_by_client_or_evenly(client: np.ndarray[Any, Any] | None, rows: list[int]) -> None:
+    spec = InputSpec((3,), "float32")
+    samples = Samples(np.zeros((10, 3), np.float32), np.arange(10) % 2, client, classes=("a", "b"))
+    work = rehearsal.divided(samples, models.describe("mlp", spec, ("a", "b"), {"hidden": [4]}))
+    assert [len(share.train) for share in work.train] == rows
+    assert len({row for share in work.train for row in share.train.tolist()}) == sum(rows)
