@@ -1,6 +1,8 @@
 # `make demo` and `make test` are the two to begin with; both prepare .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
+# A .venv of another Python stays, unless PYTHON is given.
+PREPARE := $(PYTHON) scripts/prepare_venv.py $(if $(filter file,$(origin PYTHON)),--keep-python)
 
 # Without compiled files every program that a test starts compiles all its modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,10 +25,10 @@ help:
 	@echo "make setup [PYTHON=python3.12]   prepare .venv only; the others do it themselves"
 
 setup:
-	@$(PYTHON) scripts/prepare_venv.py
+	@$(PREPARE)
 
 demo:
-	@$(PYTHON) scripts/prepare_venv.py demo
+	@$(PREPARE) demo
 	@$(BIN)/metafleet demo $(ARGS)
 
 test: setup

@@ -21,6 +21,7 @@ INPUTS = ("pyproject.toml", CONSTRAINTS, "scripts/prepare_venv.py")
 EXTRAS = {"all": "operator,dev", "demo": "operator"}
 """What is installed for ``make demo``, which needs none of the tests' packages, and for all else."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+KEEP_PYTHON = "--keep-python"
 PROBE_S = 5
 MOSQUITTO_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")  # PATH may lack them
 
@@ -34,7 +35,7 @@ def main() -> int:
     if sys.version_info < OLDEST:
         return use_a_newer_python()
     try:
-        prepare(ROOT, "demo" if sys.argv[1:] == ["demo"] else "all")
+        prepare(ROOT, "demo" if "demo" in sys.argv[1:] else "all", keep_python=KEEP_PYTHON in sys.argv[1:])
     except (SetupError, subprocess.CalledProcessError) as error:
         say(f"error: {error if isinstance(error, SetupError) else failed(error)}")
         return 1
@@ -48,21 +49,30 @@ def use_a_newer_python() -> int:
     """Starts this script again under a Python that is new enough; 2 when the machine has none."""
     for name in NEWER_PYTHONS:
         path = shutil.which(name)
-        if path:
+        if path and is_new_enough(path):
             os.execv(path, [path, *sys.argv])
     say("error: Python {}.{} or newer is needed, {} is {}".format(*OLDEST, sys.executable, platform.python_version()))
     say("hint: install one (https://www.python.org/downloads), then: make setup PYTHON=/path/to/python3")
     return 2
 
 
-def prepare(root: Path, purpose: str = "all") -> None:
+def is_new_enough(python: str) -> bool:
+    """Whether ``python`` starts, which a version manager's stand-in for one that is not chosen does not, and is new
+    enough."""
+    code = f"import sys; sys.exit(sys.version_info < {OLDEST!r})"
+    return subprocess.run([python, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
+
+
+def prepare(root: Path, purpose: str = "all", keep_python: bool = False) -> None:
     """A .venv under ``root`` that holds what INPUTS ask for; nothing is touched when it already does. purpose: a key of
-    EXTRAS; a .venv that holds all stays for the demo."""
+    EXTRAS; a .venv that holds all stays for the demo. keep_python: whether a .venv of another Python stays, too."""
     venv = root / VENV
     python, stamp, started = venv / "bin" / "python", venv / "setup.json", venv / "setup.started"
-    wanted = {"python": "{}.{}".format(*sys.version_info[:2]), "root": str(root), "inputs": digest(root)}
     found = json.loads(stamp.read_text()) if stamp.is_file() else {}
-    usable = not started.exists() and works(python, wanted["python"]) and found.get("root", str(root)) == str(root)
+    version = "{}.{}".format(*sys.version_info[:2])
+    kept = found.get("python", version) if keep_python else version
+    usable = not started.exists() and works(python, kept) and found.get("root", str(root)) == str(root)
+    wanted = {"python": kept if usable else version, "root": str(root), "inputs": digest(root)}
     extras = found.pop("extras", EXTRAS["all"])
     if usable and found == wanted and extras in (EXTRAS[purpose], EXTRAS["all"]):
         return

@@ -16,7 +16,7 @@ from fleet_core.board.profile import Power, Profile
 from fleet_core.power import watts_now
 from fleet_core.power.watts_now import Readings
 
-PERIOD_S = 1.0
+PERIOD_S, LEAST_READINGS = 1.0, 5
 
 
 def show(home: Path, profile: str | None, seconds: float, as_json: bool) -> None:
@@ -44,10 +44,11 @@ def read_all(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Readings], dict[str, str]]:
-    """({source's readings}, {source: why it has none}), read every second, at least five times."""
+    """({source's readings}, {source: why it has none}), read every second, and ``LEAST_READINGS``
+    times however long each takes."""
     tallies, absent = [Readings(source) for source in found.sources], dict(found.absent)
     end_s, readings = clock() + seconds, 0
-    while readings < 2 or clock() < end_s:
+    while readings < LEAST_READINGS or clock() < end_s:
         if readings:
             sleep(min(PERIOD_S, seconds / 4))
         for tally in list(tallies):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -68,11 +69,11 @@ class Checkout:
         cases = "".join(f'  *"{part}"*) echo "no" >&2; exit 1;;\n' for part in failing)
         (self.root / "verdict").write_text(f'case "$*" in\n{cases}esac\n')
 
-    def prepare(self, purpose: str = "all") -> list[str]:
+    def prepare(self, purpose: str = "all", **how: bool) -> list[str]:
         """The installations that preparing requested."""
         log = self.root / "log"
         log.unlink(missing_ok=True)
-        self.script.prepare(self.root, purpose)
+        self.script.prepare(self.root, purpose, **how)
         return self.installs()
 
     def installs(self) -> list[str]:
@@ -137,6 +138,27 @@ def test_a_venv_of_another_python_is_made_anew(checkout: Checkout) -> None:
     assert checkout.created == 2
 
 
+def test_a_venv_of_another_python_stays_unless_one_is_named(checkout: Checkout) -> None:
+    checkout.prepare()
+    stamp = checkout.root / ".venv" / "setup.json"
+    stamp.write_text(stamp.read_text().replace("{}.{}".format(*sys.version_info[:2]), "3.99"))
+    assert checkout.prepare(keep_python=True) == []
+    (checkout.root / "pyproject.toml").write_text("changed")
+    assert len(checkout.prepare(keep_python=True)) == 1
+    assert json.loads(stamp.read_text())["python"] == "3.99"
+    assert len(checkout.prepare()) == 1
+    assert json.loads(stamp.read_text())["python"] == "{}.{}".format(*sys.version_info[:2])
+
+
+@pytest.mark.needs("make")
+@pytest.mark.parametrize(("named", "kept"), [((), True), (("PYTHON=python3",), False)])
+def test_make_keeps_the_python_of_the_venv_unless_it_is_given_one(named: tuple[str, ...], kept: bool) -> None:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHON"))}
+    done = subprocess.run(["make", "-n", "setup", *named], cwd=ROOT, env=outside, capture_output=True, text=True,
+                          check=True)
+    assert ("--keep-python" in done.stdout) is kept
+
+
 def test_torch_comes_from_the_cpu_index_where_that_answers(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,13 +200,18 @@ def test_an_old_python_says_so(
     assert "Python 3.11 or newer is needed" in capsys.readouterr().err
 
 
-def test_an_old_python_hands_over_to_a_newer_one(prepare_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_hands_over_to_a_newer_one_that_starts(
+    prepare_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     started = []
     monkeypatch.setattr(sys, "version_info", (3, 9, 6))
-    monkeypatch.setattr(prepare_venv.shutil, "which", {"python3.12": "/opt/python3.12"}.get)
+    broken = tmp_path / "python3.13"
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(prepare_venv.shutil, "which", {"python3.13": str(broken), "python3.12": sys.executable}.get)
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append((path, arguments[0])))
     prepare_venv.main()
-    assert started == [("/opt/python3.12", "/opt/python3.12")]
+    assert started == [(sys.executable, sys.executable)]
 
 
 def test_an_old_python_can_read_the_script() -> None:
