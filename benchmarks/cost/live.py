@@ -107,7 +107,7 @@ def planned(name: str, label: str, codec: str, devices: int, rounds: int) -> dic
         devices=devices, codec_up=up, codec_down=down, serve_every=rounds, graph_bytes=len(graph),
         first=models.initial(layout, 0), chunk_bytes=LinkSection().chunk_bytes,
     )
-    found = {}
+    found = dict[str, dict[str, int]]()
     for kind_of_plan, own in (("planned", None), ("planned_own", replace(work, train=work.train[:REHEARSED]))):
         plan = planned_costs.planned(asked, None, partial(rehearsed, own=own))
         say(f"{name}: {label} with {codec}: sizes {plan.sizes}")

@@ -273,8 +273,8 @@ class Sizes:
         up, down = payload.up + chunks.up, payload.down + chunks.down
         header = HEADER_BYTES / SEGMENT_BYTES
 
-        def beside(way: str) -> int:
-            return asked.rounds * (self.cohort * getattr(MESSAGES, way) + idle * getattr(MANIFEST, way))
-
-        return Bytes(up=round(up + header * (up + down / 2)) + beside("up"),
-                     down=round(down + header * (down + up / 2)) + beside("down"))
+        return Bytes(
+            up=round(up + header * (up + down / 2)) + asked.rounds * (self.cohort * MESSAGES.up + idle * MANIFEST.up),
+            down=round(down + header * (down + up / 2))
+            + asked.rounds * (self.cohort * MESSAGES.down + idle * MANIFEST.down),
+        )
