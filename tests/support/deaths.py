@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,30 @@ class Death:
                 raise Killed(what)
 
 
-def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
+def run(w: World, death: Death, until: Callable[[], bool], *, steps: int = 1500, tick_s: float = 0.1) -> bool:
+    """Steps everybody until ``until`` holds; an actor that dies is started again. False after ``steps`` steps."""
+    for _ in range(steps):
+        if w.server is not None and until():
+            return True
+        try:
+            w.step(tick_s)
+        except Killed:
+            w.acting = ""
+            if death.actor == "server":
+                w.kill_server()
+                w.start_server()
+            else:
+                w.kill_agent(death.actor)
+                w.start_agent(death.actor)
+    return until()
+
+
+def deadly(monkeypatch: pytest.MonkeyPatch, death: Death, *, facts: bool = False) -> None:
+    """facts: a change of the ledger's facts or requests is an act too."""
     write, put, publish = storage.write_parts, Ledger.put, LoopbackLink.publish
+    if facts:
+        for name in ("set_facts", "request", "remove_request"):
+            monkeypatch.setattr(Ledger, name, _deadly(death, name, getattr(Ledger, name)))
 
     def write_parts(path: Path, parts: Any, **options: Any) -> None:
         death.pass_by(f"write {path.name}")
@@ -50,3 +73,11 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
     monkeypatch.setattr(storage, "write_parts", write_parts)
     monkeypatch.setattr(Ledger, "put", put_rows)
     monkeypatch.setattr(LoopbackLink, "publish", publish_message)
+
+
+def _deadly(death: Death, what: str, act: Callable[..., None]) -> Callable[..., None]:
+    def acting(*arguments: Any, **options: Any) -> None:
+        death.pass_by(what)
+        act(*arguments, **options)
+
+    return acting
