@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 
 from cloud_server.ledger.ledger import Ledger
 from fleet_core.base import storage
-from fleet_core.link.loopback import LoopbackLink
-from tests.support.inprocess import Killed, World
+from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
+from tests.support.inprocess import Killed, World, toy, world
+from tests.support.stand_ins import BrokerFaults
+from tests.support.world_checks import settled
 
 
 @dataclass
@@ -49,6 +52,35 @@ def run(w: World, death: Death, until: Callable[[], bool], *, steps: int = 1500,
                 w.kill_agent(death.actor)
                 w.start_agent(death.actor)
     return until()
+
+
+def founded(folder: Path, text: str, devices: int) -> World:
+    """A fleet that has not run yet, and the homes of its devices ``d0`` …"""
+    w = world(folder, text)
+    for n in range(devices):
+        w.start_agent(f"d{n}", toy(n))
+    w.close()
+    return w
+
+
+def two_rounds(
+    fleet: World, folder: Path, actor: str, at: int | None, devices: int
+) -> tuple[World, Death, BrokerFaults, int]:
+    """A copy of the fleet, run until its second round has closed; ``actor`` dies at its ``at``-th act. Also returns
+    what passed through the broker, and how many acts there were until round 1 had closed."""
+    shutil.copytree(fleet.folder, folder)
+    faults = BrokerFaults()
+    w = World(folder, replace(fleet.fleet, folder=folder / "fleet"), LoopbackBroker(faults=faults))
+    death = Death(actor, at, w)
+    with pytest.MonkeyPatch.context() as patch:
+        deadly(patch, death)
+        w.start_server()
+        for n in range(devices):
+            w.start_agent(f"d{n}")
+        assert run(w, death, lambda: w.closed() >= 1), death.where
+        first = death.points
+        assert run(w, death, lambda: w.closed() == 2 and settled(w)), death.where
+    return w, death, faults, first
 
 
 def deadly(monkeypatch: pytest.MonkeyPatch, death: Death, *, facts: bool = False) -> None:
