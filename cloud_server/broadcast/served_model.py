@@ -200,6 +200,7 @@ class ServedModels:
         kept = self._checkpoints.served()
         if kept is not None and kept.round <= closed.round:
             self._publish(replace(kept, weights=self._layout.ordered(kept.weights)))
+            self._note()
         if closed.round and (self._kept is None or self._kept.round < closed.round):
             self.serve_if_due(closed)
 
@@ -221,9 +222,14 @@ class ServedModels:
         self._checkpoints.keep_served_round(closed.round)
         self._checkpoints.save_served(made)
         self._publish(made)
+        self._note()
+
+    def _note(self) -> None:
+        """Writes the id of the published model to its round's row, unless that round is folded."""
         assert self.reference is not None
-        row = self._ledger.rows(Round, round=closed.round)[0]
-        self._ledger.put(replace(row, served_id=self.reference.model))
+        for row in self._ledger.rows(Round, round=self.reference.round):
+            if row.served_id != self.reference.model:
+                self._ledger.put(replace(row, served_id=self.reference.model))
 
     def _last(self, closed: Checkpoint) -> bool:
         return closed.round >= self._config.rounds

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.ledger.ledger_tables import Device
     from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.link.broker_password import BrokerLogin
 
 devices_app = typer.Typer(help="The fleet's devices.", no_args_is_help=True)
 
@@ -212,19 +213,27 @@ def devices_enroll(
     valid: Annotated[str, typer.Option(help="How long the token is valid: 30m, 24h, 7d.")] = "24h",
     broker: BROKER_OPTION = None,
     plain: PLAIN = False,
+    user: Annotated[str | None, typer.Option("--broker-user", metavar="NAME", help="With --to: the device logs in at "
+                                             "the broker under this name, and needs no token.")] = None,
+    password: Annotated[Path | None, typer.Option("--broker-password", metavar="FILE", help="File with that name's "
+                                                  "password, which nobody else can read.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Enrol a device: write a one-time token, or a folder to run an agent in on this machine."""
     from cloud_server.identity import audit_log, device_folder, token_enrolment
     from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.link.broker_password import BrokerLogin
     from fleet_core.link.mqtt import parse_url
     from fleet_core.protocol import enrolment_token
 
     made = Fleet.load(fleet)
     topics.check_name(name, "device")
     url = broker_for_token(broker, made) if to is None else broker_url(broker, made, plain)
-    if to is not None and not parse_url(url).tls:
-        return _enrol_without_token(made, name, to, url, as_json)
+    login = BrokerLogin(user, None if password is None else str(password.absolute()))
+    if login != BrokerLogin() and to is None:
+        raise ConfigError("needs the device's folder", where="--broker-user", hint="add --to FOLDER")
+    if to is not None and (login != BrokerLogin() or not parse_url(url).tls):
+        return _enrol_without_token(made, name, to, url, login, as_json)
     device_folder.check_folder(made, name, to)
     path = token_path or (Path(f"{name}.token") if to is None else to / enrolment_token.FILE)
     issued = token_enrolment.issue_token(made, name, path, url, seconds_of(valid))
@@ -237,11 +246,18 @@ def devices_enroll(
     processes.say(f"next, on the device: {command}; the aggregator has to be running")
 
 
-def _enrol_without_token(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) -> None:
-    """Writes a device's folder for a broker without TLS, which asks for no certificate."""
+def _enrol_without_token(
+    fleet: Fleet, name: str, to: Path, url: str, login: BrokerLogin, as_json: bool
+) -> None:
+    """Writes a device's folder for a broker that asks for no certificate: one without TLS, or with a login."""
     from cloud_server.identity import audit_log, device_folder
+    from fleet_core.base import storage
 
-    path = device_folder.write_device_folder(fleet, name, to, url)
+    tables, files = device_folder.login_parts(fleet, url, login, Path())
+    device_folder.check_folder(fleet, name, to)
+    for file, data in files.items():
+        storage.write_atomic(to / file, data, mode=0o600)
+    path = device_folder.write_device_folder(fleet, name, to, url, **tables)
     with _ledger(fleet) as ledger:
         ledger.request_enrolment(name)
     audit_log.done(fleet.folder, "enrol", name)

@@ -169,7 +169,7 @@ def _write(job: ImageJob, rehearse: bool) -> dict[str, Any]:
     """Writes the image or the card, and returns what ``--json`` adds to the job's facts."""
     from cloud_server.devices.prepare_flash import VALID_S
 
-    expires = {} if job.prepared.plain else {"token_expires": int(time.time() + VALID_S)}
+    expires = {} if job.prepared.without_token else {"token_expires": int(time.time() + VALID_S)}
     if job.card is None:
         _write_image(job, Path(job.to.removeprefix(IMAGE)))
         return dict(expires)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.identity.fleet_certificates import TlsFiles
+from cloud_server.identity.fleet_certificates import LinkFiles
 from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import terminal
@@ -22,8 +22,8 @@ from fleet_core.protocol.device_messages import Answer, Question
 
 
 def ask(
-    fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s: float = 20.0, tls: TlsFiles | None = None,
-    off: str = "",
+    fleet: str, device: str, x: np.ndarray[Any, Any], url: str, *, timeout_s: float = 20.0,
+    tls: LinkFiles | None = None, off: str = "",
 ) -> Answer:
     """The device's answer to samples x [S, *shape]. off: a likely reason for no answer, for the error message.
 

@@ -36,6 +36,8 @@ from fleet_core.board import catalogue, source_settings
 from fleet_core.board import device_settings as agents
 from fleet_core.board import profile as boards
 from fleet_core.board.source_settings import BUTTONS, SOURCES, Button, Source
+from fleet_core.link import broker_password
+from fleet_core.link.broker_password import BrokerLogin
 from fleet_core.link.host_names import is_loopback
 from fleet_core.link.mqtt import check_plain, parse_url
 from fleet_core.protocol import enrolment_token
@@ -44,7 +46,7 @@ VALID_S = 30 * 86400.0  # a token's lifetime
 TOKEN_STEP_BYTES = 1024
 TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
           "metrics": agents.Metrics, "power": agents.Power, "radio": agents.Radio, "unlabelled": agents.Unlabelled,
-          "privacy": agents.Demands}
+          "privacy": agents.Demands, "broker_login": BrokerLogin}
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,15 @@ class Sensors:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that is known before a token is made. broker: its URL. plain: the broker is mqtt://, which needs no
-    token."""
+    """Everything that is known before a token is made. broker: its URL. without_token: the broker asks for no
+    certificate: it is mqtt://, or the device logs in there."""
 
     device: DeviceFile
     fleet: Fleet
     profile: Path
     machine: Machine
     broker: str
-    plain: bool
+    without_token: bool
 
     @property
     def wheels(self) -> tuple[Path, ...]:
@@ -88,7 +90,8 @@ def prepare(path: Path, *, python: str | None = None) -> Prepared:
         raise ConfigError(f"the device would look for the broker at {url.host} on itself", where=str(path),
                           hint='broker = "mqtts://ADDRESS" as the device reaches it')
     check_plain(broker, fleet.config.link.plain)
-    return Prepared(device, fleet, profile, system, broker, not url.tls)
+    broker_password.login_of(path.parent, BrokerLogin(**device.broker_login))
+    return Prepared(device, fleet, profile, system, broker, not url.tls or bool(device.broker_login))
 
 
 def _check_own_code(fleet: Fleet, system: Machine, device: DeviceFile, path: Path) -> None:
@@ -155,7 +158,10 @@ def package_of(made: Prepared, built: Program, secret: bytes | None, *, with_tok
     backbone, data = made.fleet.config.model.backbone, made.fleet.backbone_bytes()
     if backbone is not None and data is not None:
         home[f"backbone-{backbone.id}.safetensors"] = data  # what the agent would fetch first
-    if made.plain:
+    if made.without_token:
+        login = BrokerLogin(**made.device.broker_login)
+        login_tables, files = device_folder.login_parts(made.fleet, made.broker, login, Path())
+        tables, home = {**tables, **login_tables}, {**home, **files}
         with tempfile.TemporaryDirectory() as folder:
             path = device_folder.write_device_folder(made.fleet, made.device.name, Path(folder), made.broker, **tables)
             home["device.toml"] = path.read_bytes()
@@ -171,7 +177,7 @@ def invited(made: Prepared) -> bytes:
     """A new one-time token for the device, registered in the ledger; empty if the broker needs none."""
     name = made.device.name
     with Ledger(made.fleet.ledger_path) as ledger:
-        if made.plain:
+        if made.without_token:
             ledger.request_enrolment(name)
             return b""
         secret, invitation = _token(made)

@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cloud_server.identity import fleet_certificates
 from cloud_server.records import signing_keys
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import ConfigError
+from fleet_core.link import broker_password
+from fleet_core.link.broker_password import BrokerLogin
 from fleet_core.link.host_names import is_loopback
 from fleet_core.link.mqtt import parse_url
 from fleet_core.protocol import topics
+
+MAX_CA_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class DeviceFile:
     tls: Mapping[str, Any] = field(default_factory=dict)
     unlabelled: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
+    broker_login: Mapping[str, Any] = field(default_factory=dict)
     source: tuple[Mapping[str, Any], ...] = ()
     button: tuple[Mapping[str, Any], ...] = ()
 
@@ -50,6 +56,25 @@ def write_device_folder(fleet: Fleet, name: str, folder: Path, broker: str, **se
     if wanted != known:
         storage.write_atomic(path, config.toml(wanted).encode())
     return path
+
+
+def login_parts(
+    fleet: Fleet, broker: str, section: BrokerLogin, folder: Path
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    """(tables of device.toml, files beside it) of a device that logs in at ``broker`` and shows no certificate; empty
+    without a login. section: its password file is relative to ``folder``. Raises ConfigError, StateError."""
+    login, files = broker_password.login_of(folder, section), dict[str, bytes]()
+    if not login:
+        return {}, files
+    tables: dict[str, dict[str, Any]] = {"broker_login": {"username": login["username"]}}
+    if "password" in login:
+        tables["broker_login"]["password_file"] = broker_password.FILE
+        files[broker_password.FILE] = login["password"].encode() + b"\n"
+    authority = fleet_certificates.broker_authority(fleet) if parse_url(broker).tls else None
+    if authority is not None:
+        tables["tls"] = {"ca": "ca.pem"}
+        files["ca.pem"] = storage.read_bytes(authority, limit=MAX_CA_BYTES)
+    return tables, files
 
 
 def check_folder(fleet: Fleet, name: str, folder: Path | None) -> None:

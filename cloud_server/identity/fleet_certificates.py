@@ -27,6 +27,7 @@ from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import config, storage
 from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.processes import typed
+from fleet_core.link.broker_password import Login, login_of
 from fleet_core.link.mqtt import parse_url
 from fleet_core.protocol import certificates
 
@@ -40,6 +41,10 @@ class TlsFiles(TypedDict, total=False):
     ca: Path | None
     cert: Path
     key: Path
+
+
+class LinkFiles(TlsFiles, Login):
+    """The TLS arguments of ``MqttLink``, and its login."""
 
 
 def authority(folder: Path) -> Authority:
@@ -130,12 +135,19 @@ def as_aggregator(fleet: Fleet, url: str) -> TlsFiles:
     return _tls_files(fleet, fleet.folder / "aggregator", AGGREGATOR) if parse_url(url).tls else {}
 
 
+def login(fleet: Fleet) -> Login:
+    """The name and password that fleet.toml gives the aggregator and operators' commands. Raises ConfigError."""
+    return login_of(fleet.folder, fleet.config.broker_login)
+
+
 @contextlib.contextmanager
-def as_operator(fleet: Fleet, url: str) -> Iterator[TlsFiles]:
-    """TLS arguments of an operator command's link to ``url``; empty for mqtt://. The name in the certificate is locked
-    while this context lasts, because a broker keeps one connection per name. Raises ConfigError, StateError."""
+def as_operator(fleet: Fleet, url: str) -> Iterator[LinkFiles]:
+    """TLS arguments of an operator command's link to ``url``, none for mqtt://, and its login. The name in the
+    certificate is locked while this context lasts, because a broker keeps one connection per name. Raises ConfigError,
+    StateError."""
     if not parse_url(url).tls:
-        yield {}
+        none: TlsFiles = {}
+        yield {**none, **login(fleet)}
         return
     folder = fleet.folder / "operators"
     folder.mkdir(exist_ok=True)
@@ -143,7 +155,7 @@ def as_operator(fleet: Fleet, url: str) -> Iterator[TlsFiles]:
         handle = os.open(folder / f"{name[1:]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if _try_lock(handle):
-                yield _tls_files(fleet, folder / name[1:], name)
+                yield {**_tls_files(fleet, folder / name[1:], name), **login(fleet)}
                 return
         finally:
             os.close(handle)

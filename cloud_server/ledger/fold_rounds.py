@@ -157,14 +157,14 @@ class LedgerFolds:
                     f" ON CONFLICT ({', '.join(key)}) DO UPDATE SET {changes}")
 
     def _fold_privacy(self, before: int) -> None:
-        """Counts a device as asked in a round if it was in the cohort or sent an update."""
+        """Counts a device as asked in a round if it was ever in its cohort or sent an update."""
         found = Counter[tuple[str, float]]()
-        for number, cohort, noise in self._query(
-            "SELECT r.round, r.cohort, p.noise FROM privacy AS p JOIN rounds AS r ON r.round = p.round"
+        for number, cohort, asked, noise in self._query(
+            "SELECT r.round, r.cohort, p.asked, p.noise FROM privacy AS p JOIN rounds AS r ON r.round = p.round"
             " WHERE r.round < ?", (before,)
         ):
             senders = {device for (device,) in self._query("SELECT device FROM updates WHERE round = ?", (number,))}
-            found.update((name, noise) for name in {*json.loads(cohort), *senders})
+            found.update((name, noise) for name in {*json.loads(cohort), *json.loads(asked), *senders})
         for (name, noise), count in found.items():
             self._query("INSERT INTO folded_privacy VALUES (?, ?, ?) ON CONFLICT (device, noise)"
                         " DO UPDATE SET rounds = rounds + excluded.rounds", (name, noise, count))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from cloud_server.ledger import folded_tables
 
-VERSION = 10
+VERSION = 11
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -91,6 +91,7 @@ CREATE TABLE privacy (
     delta REAL NOT NULL, epsilon REAL NOT NULL, spent REAL NOT NULL, most INTEGER NOT NULL);
 """,
     10: folded_tables.SCHEMA,
+    11: "ALTER TABLE privacy ADD COLUMN asked TEXT NOT NULL DEFAULT '[]';",
 }
 """Version -> the statements that upgrade a ledger from the version before."""
 
@@ -161,7 +162,8 @@ class RoundArrays(Row):
 class RoundPrivacy(Row):
     """A round with private updates, from its opening on. mode, clip, noise, delta: as ``PrivacySection``. epsilon: of
     this round alone, for a device that was asked. spent: total after this round, of the device that has spent most.
-    most: the largest number of rounds in which a device was asked."""
+    most: the largest number of rounds in which a device was asked. asked: the devices that it asked, also those that
+    others have replaced since; empty in rows of older versions."""
 
     table = "privacy"
     key = ("round",)
@@ -173,6 +175,7 @@ class RoundPrivacy(Row):
     epsilon: float
     spent: float
     most: int
+    asked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

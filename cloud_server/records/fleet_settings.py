@@ -8,6 +8,7 @@ from typing import Any
 
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.codecs.kinds.registry import CODECS
+from fleet_core.link.broker_password import BrokerLogin
 from fleet_core.model.choose_codec import AUTO
 from fleet_core.model.layout import Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
@@ -164,6 +165,7 @@ class FleetConfig:
     fleet: FleetSection
     model: ModelSection
     link: LinkSection = field(default_factory=LinkSection)
+    broker_login: BrokerLogin = field(default_factory=BrokerLogin, metadata={"sparse": True})
     train: TrainSection = field(default_factory=TrainSection)
     robust: FleetRobustSection = field(default_factory=FleetRobustSection)
     privacy: PrivacySection = field(default_factory=PrivacySection)

@@ -228,11 +228,11 @@ class Coordinator:
             skipped_updates.least_norm(self.fleet.skip_below, self.checkpoint.facts),
             self._parts.arrays.of_round(number), self._parts.secure.session(number, len(chosen)),
         )
-        if not before:
-            with self.ledger.transaction():
+        with self.ledger.transaction():
+            if not before:
                 self._rounds.begin(opened, len(self._members.members()))
-                self._parts.privacy.note(opened)
-            self._parts.readiness.say_numbers(number)
+                self._parts.readiness.say_numbers(number)
+            self._parts.privacy.note(opened)
         self._parts.codecs.begin(opened)
         self._parts.arrays.begin(opened)
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number

@@ -14,8 +14,8 @@ from cloud_server.rounds.server_rule import RuleState
 from fleet_core.base.errors import StateError
 
 REQUEST, FACT = "roll_back", "rolled_back"
-"""Keys in the ledger: the requested round; and {"from": the last closed round then, "to", "why"} of the last roll
-back."""
+"""Keys in the ledger: the requested round, or JSON [round, why] for a decision of the aggregator; and {"from": the last
+closed round then, "to", "why"} of the last roll back."""
 
 
 class RollBacks:
@@ -32,7 +32,7 @@ class RollBacks:
         self._evaluated = True  # since evaluations were compared
 
     def request(self, to: str) -> None:
-        """Takes an operator's request, which stays in the ledger until it is handled. to: a round's number."""
+        """Takes a request, which stays in the ledger until it is handled. to: as in ``REQUEST``."""
         self._asked = to
 
     def evaluated(self) -> None:
@@ -42,10 +42,12 @@ class RollBacks:
     def go_back_if_due(self, *, last: bool) -> None:
         """Rolls back if it was requested or the model is worse. last: no further round opens."""
         asked, self._asked = self._asked, None
-        due = self._worse_model() if asked is None else (int(asked), "an operator asked for it")
-        if due is not None:
-            self._go_back(*due, last=last)
+        if asked is None and (worse := self._worse_model()) is not None:
+            asked = json.dumps(worse)
+            self._ledger.request(REQUEST, asked)  # a killed aggregator completes at its next start what it began
         if asked is not None:
+            to = json.loads(asked)
+            self._go_back(*([to, "an operator asked for it"] if isinstance(to, int) else to), last=last)
             self._ledger.remove_request(REQUEST, asked)
 
     def _go_back(self, to: int, why: str, *, last: bool) -> None:

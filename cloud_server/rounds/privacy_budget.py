@@ -1,7 +1,7 @@
 """The privacy spent by private rounds: epsilon of a round and in total, and the limit at which a run ends.
 
-A device counts as having taken part in every round that asked it, and in every other round for which the ledger has an
-update of it, counted or not, because that update was sent.
+A device counts as having taken part in every round that asked it, also if another device has replaced it since, and in
+every other round for which the ledger has an update of it, counted or not, because that update was sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PrivacyBudget:
                 self._spent.add([device] * rounds, noise)
         for row in ledger.each(RoundPrivacy) if self._spent else ():
             (opened,) = ledger.rows(Round, round=row.round)
-            self._add(row.round, opened.cohort, row.noise)
+            self._add(row.round, {*opened.cohort, *row.asked}, row.noise)
 
     @property
     def over(self) -> str:
@@ -54,7 +54,8 @@ class PrivacyBudget:
                 "another round")
 
     def note(self, opened: OpenRound) -> None:
-        """Writes the round's row: when it opens, and again when it closes, because more devices may have been asked."""
+        """Writes the round's row: whenever it opens, because other devices may be asked than before, and when it
+        closes, because others may have sent something."""
         if self._accountant is None or self._spent is None:
             return
         section = self._section
@@ -62,7 +63,7 @@ class PrivacyBudget:
         self._ledger.put(RoundPrivacy(
             round=opened.number, mode=section.mode, clip=section.clip, noise=section.noise_multiplier,
             delta=section.delta, epsilon=self._accountant.epsilon({section.noise_multiplier: 1}),
-            spent=self._spent.epsilon, most=self._spent.most,
+            spent=self._spent.epsilon, most=self._spent.most, asked=tuple(sorted(self._asked)),
         ))
 
     def _add(self, number: int, cohort: Collection[str], noise: float) -> None:

@@ -101,7 +101,8 @@ class SecureRounds:
             return True
         answered, asked = self._answered(opened, collector)
         missing = [name for name in asked if name not in answered]
-        waiting = [name for name in missing if name not in opened.failed and self._expected(name)]
+        lost = {*opened.failed, *collector.restarted}
+        waiting = [name for name in missing if name not in lost and self._expected(name)]
         if waiting and self._clock() <= opened.deadline:
             self._ask(opened, collector, waiting)
             return False

@@ -190,7 +190,7 @@ def _coordinator(
     boot = secrets.token_hex(8)
     link = MqttLink(
         url, client_id=f"{fleet.config.fleet.name}-aggregator", will=will(fleet.config.fleet.name, boot),
-        max_queued=MAX_QUEUED, **fleet_certificates.as_aggregator(fleet, url),
+        max_queued=MAX_QUEUED, **fleet_certificates.as_aggregator(fleet, url), **fleet_certificates.login(fleet),
     )
 
     def authority_changed() -> None:

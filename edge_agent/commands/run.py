@@ -41,6 +41,7 @@ from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.board.limits import Limits
 from fleet_core.link.await_broker import await_broker
+from fleet_core.link.broker_password import login_of
 from fleet_core.link.mqtt import MqttLink
 from fleet_core.power.choose_meter import choose_meter
 from fleet_core.power.meter import Meter
@@ -90,7 +91,7 @@ def _link(home: Path, settings: Settings, boot: str, *, plain: bool) -> MqttLink
     device = settings.device
     return MqttLink(
         device.broker, client_id=f"{device.fleet}-{device.name}", will=will(settings, boot),
-        **tls_files(home, settings, plain=plain),
+        **tls_files(home, settings, plain=plain), **login_of(home, settings.broker_login),
     )
 
 

@@ -47,6 +47,7 @@ class DriftWatch:
         self._now: Watched | None = None
         self._reference: Reference | None = None
         self._saved = 0.0
+        self._looked = 0
 
     @property
     def moved_at(self) -> int:
@@ -70,6 +71,16 @@ class DriftWatch:
         if self._now is None or self._now.reference != made_of:
             known = stored is not None and stored.reference == made_of
             self._now = stored if known else Watched(made_of, Sums())
+
+    def follow(self) -> None:
+        """Takes over what another process has counted on this folder, a program with ``Device``, if that is more."""
+        with suppress(OSError), self._lock:
+            now, changed = self._now, self._path.stat().st_mtime_ns
+            if now is None or changed == self._looked:
+                return
+            self._looked, stored = changed, read(self._path.parent)
+            if stored is not None and stored.reference == now.reference and stored.sums.answered > now.sums.answered:
+                self._now = stored
 
     def see(self, reference: Reference, z_nD: np.ndarray[Any, Any]) -> None:
         """Counts embedded samples that were answered."""
@@ -106,6 +117,7 @@ def personalize_again(service: Service, tried: int, log: Callable[[str], None]) 
     personalizer embeds. tried: their number at the last attempt; returns the new number."""
     from edge_agent.inference import relearn  # takes memory, and is rarely needed
 
+    service.drift.follow()
     now = service.answering
     if not service.drift.moved_at or now is None or now.reference is None:
         return tried

@@ -11,6 +11,7 @@ from edge_agent.sources.text_lines import TextLines
 from fleet_core.base.errors import ConfigError, SourceError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.source_settings import Mqtt, MqttSource
+from fleet_core.link.broker_password import Login, login_of
 from fleet_core.link.interface import Denied, Disconnected, Message
 from fleet_core.link.mqtt import MqttLink, check_plain
 
@@ -25,11 +26,12 @@ class Topic:
         device, own = settings.device, not about.broker
         self._url = about.broker or device.broker
         files: TlsFiles = tls_files(home, settings) if own else {}
+        login = login_of(home, settings.broker_login) if own and about.username is None else _login(about, home)
         if not own:
             check_plain(about.broker, about.plain)
         self._link = MqttLink(
-            self._url, client_id=f"{device.fleet}-{device.name}-{secrets.token_hex(4)}", username=about.username,
-            password=_password(about, home), max_incoming_bytes=PACKET_BYTES, **files,
+            self._url, client_id=f"{device.fleet}-{device.name}-{secrets.token_hex(4)}",
+            max_incoming_bytes=PACKET_BYTES, **files, **login,
         )
         self._link.subscribe(about.topic)
         self._link.open()
@@ -71,12 +73,14 @@ class TopicFeed:
         self._topic.close()
 
 
-def _password(about: Mqtt, home: Path) -> str | None:
+def _login(about: Mqtt, home: Path) -> Login:
+    if about.username is None:
+        return {}
     if about.password_file is None:
-        return None
+        return {"username": about.username}
     path = home / about.password_file
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return {"username": about.username, "password": path.read_text(encoding="utf-8").strip()}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path),
                           expected="a file with a password") from error

@@ -15,6 +15,10 @@
     user = "me"
     authorized_keys = ["~/.ssh/id_ed25519.pub"]
 
+    [broker_login]                            # at a broker that asks for a name and a password
+    username = "kitchen"
+    password_file = "kitchen.password"        # beside this file; copied to the device
+
     [data]                                    # copied to the device's device.toml
     samples = "/srv/samples.npz"
 
@@ -49,7 +53,8 @@ NAME = r"[A-Za-z0-9_-]{1,64}"
 HOSTNAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 RESERVED = ("root", "metafleet")
 FOR_THE_AGENT = (
-    "data", "train", "personalize", "serve", "metrics", "power", "radio", "unlabelled", "privacy", "source", "button",
+    "data", "train", "personalize", "serve", "metrics", "power", "radio", "unlabelled", "privacy", "broker_login",
+    "source", "button",
 )
 """Tables that are copied to the device."""
 KEY_TYPES = r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)@openssh\.com)"
@@ -116,6 +121,7 @@ class DeviceFile:
     radio: Mapping[str, Any] = field(default_factory=dict)
     unlabelled: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
+    broker_login: Mapping[str, Any] = field(default_factory=dict)
     source: tuple[Mapping[str, Any], ...] = ()
     button: tuple[Mapping[str, Any], ...] = ()
 
@@ -167,7 +173,10 @@ def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> 
     problems += [*wifi_problems, *ssh_problems, *wheel_problems, *(() if check is None else check(tables))]
     if device is None or problems:
         raise _error_of(problems, text, path)
-    return replace(device, wifi=wifi, ssh=ssh, wheels=wheels)
+    login = dict(device.broker_login)
+    if isinstance(login.get("password_file"), str):
+        login["password_file"] = str(_path_of(path.parent, login["password_file"]))
+    return replace(device, wifi=wifi, ssh=ssh, wheels=wheels, broker_login=login)
 
 
 def _error_of(problems: list[Problem], text: str, path: Path) -> ConfigError:

@@ -10,6 +10,7 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.board import source_settings
 from fleet_core.board.profile import SENSORS
 from fleet_core.board.source_settings import BUTTONS, SOURCES, Button, Source
+from fleet_core.link.broker_password import BrokerLogin
 
 ENGINES = ("torch", "onnx")
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -198,6 +199,7 @@ class Settings:
     tls: Tls = field(default_factory=Tls)
     unlabelled: Unlabelled = field(default_factory=Unlabelled)
     privacy: Demands = field(default_factory=Demands)
+    broker_login: BrokerLogin = field(default_factory=BrokerLogin)
     source: tuple[Source, ...] = field(default=(), metadata={"variants": SOURCES, "max_length": 32, "sparse": True})
     button: tuple[Button, ...] = field(default=(), metadata={"variants": BUTTONS, "max_length": 32, "sparse": True})
 

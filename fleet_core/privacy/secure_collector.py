@@ -22,7 +22,8 @@ from fleet_core.protocol.secure_messages import Revealed, SealedShares, SecureSt
 @dataclass
 class Collector:
     """The aggregator in one session. ``keys``: device -> its advertised keys. ``senders``: the devices that shared, set
-    by ``start_masking``. ``there``: the senders whose masked update is summed, set by ``start_unmasking``."""
+    by ``start_masking``. ``there``: the senders whose masked update is summed, set by ``start_unmasking``.
+    ``restarted``: devices that showed other keys later; they have lost the secrets of the first ones."""
 
     session: Session
     authority: Authorities
@@ -32,6 +33,7 @@ class Collector:
     senders: frozenset[str] = frozenset()
     there: frozenset[str] = frozenset()
     revealed: dict[str, Revealed] = field(default_factory=dict)
+    restarted: set[str] = field(default_factory=set)
 
     @property
     def phase(self) -> str:
@@ -50,10 +52,15 @@ class Collector:
         if not self.graph:
             check_keys(self.session, keys, self.authority, now)
             self.keys[device] = keys
+        elif (known := self.keys.get(device)) and (keys.mask, keys.box) != (known.mask, known.box):
+            check_keys(self.session, keys, self.authority, now)
+            self.restarted.add(device)
 
     def add_shares(self, device: str, shares: SealedShares) -> None:
         if self.phase != "shares" or device not in self.graph or shares.session != self.session.rules.session:
             return
+        if device in self.restarted:
+            return  # nobody could open them
         if set(shares.boxes) != set(self.graph[device]):
             raise MessageError("shares for other devices than its neighbours", where=device)
         self.shares.setdefault(device, shares)
@@ -99,6 +106,8 @@ class Collector:
     def step(self, device: str) -> SecureStep | None:
         """The present request to ``device``, or None."""
         session, around = self.session.rules.session, self.graph.get(device, ())
+        if device in self.restarted:
+            return None
         if self.phase == "shares" and device in self.graph:
             return SecureStep(session, "peers", peers=tuple(self.keys[name] for name in around))
         if self.phase == "masked" and device in self.senders:

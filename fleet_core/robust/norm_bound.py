@@ -21,6 +21,7 @@ import numpy as np
 
 from fleet_core.algorithms.interface import Update
 from fleet_core.base.trees import Params
+from fleet_core.robust.returning import Returning
 
 TIMES = 5.0
 """The bound over the median norm. ``benchmarks/hostile`` measures how far honest updates are from it."""
@@ -68,13 +69,19 @@ def _arrays_of(params: Params) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
 
 
-def refused(measures: Mapping[str, Measure], facts: Mapping[str, str], model: Norms) -> dict[str, str]:
+def refused(
+    measures: Mapping[str, Measure], facts: Mapping[str, str], model: Norms, back: Returning | None = None
+) -> dict[str, str]:
     """Device -> why its update is refused. At least one device stays: if all are above the bound, the lower half.
-    model: norms of the model by group; empty if updates are not changes of the model."""
-    bounds = {group: max(TIMES * usual, SMALL * model.get(group, 0.0))
-              for group, usual in _usual(measures, facts).items()}
+    model: norms of the model by group; empty if updates are not changes of the model. back: devices with a wider bound;
+    None: there are none."""
+    usual_norms = usual(measures, facts)
+    usually = _bounds(usual_norms, model)
+    wider = usually if back is None else _bounds(
+        {group: max(norm, back.largest.get(group, 0.0)) for group, norm in usual_norms.items()}, model)
     found: dict[str, str] = {}
     for device, one in measures.items():
+        bounds = wider if back is not None and device in back.back else usually
         over = {group: length for group, length in one.norms.items() if group in bounds and length > bounds[group]}
         if over:
             group = max(over, key=lambda name: over[name] / bounds[name])
@@ -82,8 +89,12 @@ def refused(measures: Mapping[str, Measure], facts: Mapping[str, str], model: No
                              f"{TIMES:g} times the median of the last rounds, or {SMALL:.0%} of the model's norm")
     if len(found) < len(measures):
         return found
-    usual = median(one.whole for one in measures.values())
-    return {device: why for device, why in found.items() if measures[device].whole > usual}
+    middle = median(one.whole for one in measures.values())
+    return {device: why for device, why in found.items() if measures[device].whole > middle}
+
+
+def _bounds(norms: Norms, model: Norms) -> dict[str, float]:
+    return {group: max(TIMES * norm, SMALL * model.get(group, 0.0)) for group, norm in norms.items()}
 
 
 def facts_after(measures: Mapping[str, Measure], facts: Mapping[str, str]) -> dict[str, str]:
@@ -96,7 +107,7 @@ def _arrays(measures: Mapping[str, Measure]) -> str:
     return next(one.arrays for one in measures.values())
 
 
-def _usual(measures: Mapping[str, Measure], facts: Mapping[str, str]) -> dict[str, float]:
+def usual(measures: Mapping[str, Measure], facts: Mapping[str, str]) -> dict[str, float]:
     """Group -> median norm. Zeros are left out: updates that are skipped, and groups that do not move."""
     pool, arrays = _by_group(measures), _arrays(measures)
     for past, row in _past(facts):

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from fleet_core.algorithms.interface import Method, Payload, Update
+from fleet_core.algorithms.interface import Method, Payload, ServerRule, Update
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.robust import norm_bound, settings
+from fleet_core.robust import norm_bound, returning, settings
 from fleet_core.robust.clip import clip
 from fleet_core.robust.history import history
 from fleet_core.robust.interface import Choice, Memory, Rule
@@ -19,6 +19,7 @@ from fleet_core.robust.krum import krum
 from fleet_core.robust.median import median as middle
 from fleet_core.robust.median import trimmed
 from fleet_core.robust.norm_bound import Measure
+from fleet_core.robust.returning import Returning
 from fleet_core.robust.settings import NONE, RobustSection
 
 RULES: dict[str, Rule] = {
@@ -59,6 +60,11 @@ class Screening:
         return self.max_update_norm is None and bool(self.method.shared)
 
     @property
+    def duals(self) -> bool:
+        """Whether devices keep a dual or control, so that honest updates end near zero."""
+        return type(self.method.server).left is not ServerRule.left
+
+    @property
     def ceiling(self) -> float:
         """The norm above which an update is refused whatever the others send; also the limit of numbers sent with
         it."""
@@ -74,12 +80,15 @@ class Screening:
         """updates: received, in closing order, iterable again. facts, arrays: of the last checkpoint. measures: of the
         updates by device, where they are known already. model: that the round's devices started from."""
         refused: dict[str, str] = {}
-        kept = {key: value for key, value in facts.items() if key not in (norm_bound.FACT, SCORES)}
+        kept = {key: value for key, value in facts.items() if key not in (norm_bound.FACT, returning.FACT, SCORES)}
         if self.adaptive:
             known = measures or {update.device: self.measure(update) for update in updates}
             held = norm_bound.norms_of(model) if model is not None and self.method.cumulative else {}
-            refused = norm_bound.refused(known, facts, held)
+            back = Returning.of(facts).after(known) if self.duals and known else None
+            refused = norm_bound.refused(known, facts, held, back)
             kept |= norm_bound.facts_after(known, facts)
+            if back is not None:
+                kept |= back.facts(norm_bound.usual(known, facts))
         if self.section.rule == NONE:
             return Screened(_Used(updates, refused) if refused else updates, refused, facts=kept)
         memory = Memory(arrays, json.loads(facts.get(SCORES, "{}")))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 
 from cloud_server.ledger.ledger import Ledger
 from fleet_core.base import storage
-from fleet_core.link.loopback import LoopbackLink
-from tests.support.inprocess import Killed, World
+from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
+from tests.support.inprocess import Killed, World, toy, world
+from tests.support.stand_ins import BrokerFaults
+from tests.support.world_checks import settled
 
 
 @dataclass
@@ -32,8 +36,59 @@ class Death:
                 raise Killed(what)
 
 
-def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
+def run(w: World, death: Death, until: Callable[[], bool], *, steps: int = 1500, tick_s: float = 0.1) -> bool:
+    """Steps everybody until ``until`` holds; an actor that dies is started again. False after ``steps`` steps."""
+    for _ in range(steps):
+        if w.server is not None and until():
+            return True
+        try:
+            w.step(tick_s)
+        except Killed:
+            w.acting = ""
+            if death.actor == "server":
+                w.kill_server()
+                w.start_server()
+            else:
+                w.kill_agent(death.actor)
+                w.start_agent(death.actor)
+    return until()
+
+
+def founded(folder: Path, text: str, devices: int) -> World:
+    """A fleet that has not run yet, and the homes of its devices ``d0`` …"""
+    w = world(folder, text)
+    for n in range(devices):
+        w.start_agent(f"d{n}", toy(n))
+    w.close()
+    return w
+
+
+def two_rounds(
+    fleet: World, folder: Path, actor: str, at: int | None, devices: int
+) -> tuple[World, Death, BrokerFaults, int]:
+    """A copy of the fleet, run until its second round has closed; ``actor`` dies at its ``at``-th act. Also returns
+    what passed through the broker, and how many acts there were until round 1 had closed."""
+    shutil.copytree(fleet.folder, folder)
+    faults = BrokerFaults()
+    w = World(folder, replace(fleet.fleet, folder=folder / "fleet"), LoopbackBroker(faults=faults))
+    death = Death(actor, at, w)
+    with pytest.MonkeyPatch.context() as patch:
+        deadly(patch, death)
+        w.start_server()
+        for n in range(devices):
+            w.start_agent(f"d{n}")
+        assert run(w, death, lambda: w.closed() >= 1), death.where
+        first = death.points
+        assert run(w, death, lambda: w.closed() == 2 and settled(w)), death.where
+    return w, death, faults, first
+
+
+def deadly(monkeypatch: pytest.MonkeyPatch, death: Death, *, facts: bool = False) -> None:
+    """facts: a change of the ledger's facts or requests is an act too."""
     write, put, publish = storage.write_parts, Ledger.put, LoopbackLink.publish
+    if facts:
+        for name in ("set_facts", "request", "remove_request"):
+            monkeypatch.setattr(Ledger, name, _deadly(death, name, getattr(Ledger, name)))
 
     def write_parts(path: Path, parts: Any, **options: Any) -> None:
         death.pass_by(f"write {path.name}")
@@ -50,3 +105,11 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death) -> None:
     monkeypatch.setattr(storage, "write_parts", write_parts)
     monkeypatch.setattr(Ledger, "put", put_rows)
     monkeypatch.setattr(LoopbackLink, "publish", publish_message)
+
+
+def _deadly(death: Death, what: str, act: Callable[..., None]) -> Callable[..., None]:
+    def acting(*arguments: Any, **options: Any) -> None:
+        death.pass_by(what)
+        act(*arguments, **options)
+
+    return acting

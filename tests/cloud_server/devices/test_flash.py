@@ -375,6 +375,29 @@ def test_the_tables_of_sensors_and_privacy_reach_the_device(desk, tmp_path):
     assert {key: table for key, table in tomllib.loads(text).items() if key in wanted} == wanted
 
 
+def test_the_login_at_a_broker_reaches_the_device_in_place_of_a_token(desk):
+    (desk / "kitchen.password").write_text(f"{PASSWORD}\n")
+    (desk / "kitchen.password").chmod(0o600)
+    login = '[broker_login]\nusername = "kitchen"\npassword_file = "kitchen.password"\n'
+    made, before = prepare_flash.prepare(device(desk, DEVICE + login)), invitations(desk)
+    assert prepare_flash.invited(made) == b""
+    assert invitations(desk) == before
+    packed = prepare_flash.package_of(made, program.make(made.machine, say=print), b"")
+    files = {file.path: file for file in packed.files}
+    assert (files["home/broker.password"].data, files["home/broker.password"].mode) == (f"{PASSWORD}\n".encode(), 0o600)
+    assert files["home/broker.password"].secret, "its content is never shown"
+    assert "home/enrol.token" not in files
+    assert [path for path, file in files.items() if PASSWORD.encode() in file.data] == ["home/broker.password"]
+    tables = tomllib.loads(files["etc/device.toml"].data.decode())
+    assert tables["broker_login"] == {"username": "kitchen", "password_file": "broker.password"}
+    assert tables["device"]["broker"] == "mqtts://broker.example"
+    assert tables["tls"] == {"ca": "ca.pem"}
+    assert files["etc/ca.pem"].data == (desk / "lab/ca.pem").read_bytes()
+    (desk / "kitchen.password").chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        prepare_flash.prepare(device(desk, DEVICE + login))
+
+
 def test_mistakes_in_tables_of_sensors_are_reported_with_the_others(desk):
     wrong = homes.SENSORS.replace('"folder"', '"foldr"').replace("max_age_s = 60.0", "max_age = 1")
     with pytest.raises(ConfigError) as refused:

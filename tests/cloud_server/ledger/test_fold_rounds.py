@@ -67,7 +67,7 @@ def rows(number: int, draw: random.Random, *, private: bool) -> Iterator[Row]:
     yield RoundArrays(round=number, frozen=("body/a",), moves={"body/b": 0.5})
     if private:
         yield RoundPrivacy(round=number, mode="local", clip=1.0, noise=2.0 + number % 2, delta=1e-5, epsilon=0.1,
-                           spent=number / 10, most=number)
+                           spent=number / 10, most=number, asked=("replaced",) if number % 4 == 0 else ())
     for name in DEVICES[: 3 if number > 40 else 4]:
         if draw.random() < 0.9:
             yield from of_device({"round": number, "device": name}, draw)
@@ -227,7 +227,7 @@ def test_what_devices_spent_of_their_privacy_stays(ledger: Ledger) -> None:
     ledger.fold(21)
     ledger.fold(41)
     spent = {(device, noise): count for device, noise, count in ledger.folded_privacy()}
-    assert spent == {(name, noise): 20 for name in DEVICES for noise in (2.0, 3.0)}
+    assert spent == {(name, noise): 20 for name in DEVICES for noise in (2.0, 3.0)} | {("replaced", 2.0): 10}
     assert ledger.folded_modes() == [(40, "local")]
 
 

@@ -267,7 +267,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 
 def without_skipped(ledger: Ledger) -> None:
-    """Undoes versions 7 to 10."""
+    """Undoes versions 7 to 11."""
     ledger._db.executescript(NO_FOLDING)
     ledger._db.execute("DROP TABLE privacy")
     ledger._db.execute("DROP TABLE arrays")
@@ -275,7 +275,7 @@ def without_skipped(ledger: Ledger) -> None:
 
 
 def without_spread(ledger: Ledger) -> None:
-    """Undoes versions 6 to 10."""
+    """Undoes versions 6 to 11."""
     without_skipped(ledger)
     ledger._db.execute("DROP TABLE absent_energy")
     ledger._db.execute("DROP TABLE usage")
@@ -285,7 +285,7 @@ def without_spread(ledger: Ledger) -> None:
 
 
 def with_former_names(ledger: Ledger) -> None:
-    """Undoes what version 5 renamed, and versions 6 to 10."""
+    """Undoes what version 5 renamed, and versions 6 to 11."""
     without_spread(ledger)
     ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
     ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")

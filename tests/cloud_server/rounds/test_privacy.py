@@ -4,7 +4,9 @@ one version of each update, whatever is killed."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,14 @@ from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.privacy.accountant import Accountant
 from fleet_core.privacy.gaussian import Private
+from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Presence
+from fleet_core.protocol.round_messages import WHOLE, UploadManifest, whole_update
+from tests.support.deaths import founded, two_rounds
+from tests.support.fleet_processes import json_of
 from tests.support.inprocess import World, config_text, toy, world
-from tests.support.world_checks import check_duals, settled
+from tests.support.stand_ins import BrokerFaults
+from tests.support.world_checks import check_duals, opened, settled
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
 
@@ -166,6 +173,77 @@ def test_a_device_that_was_killed_offers_the_same_bits_again(tmp_path: Path, mon
     assert row.status == "counted"
     ended(w)
     assert len({one.key for one in draws}) == len(draws) == DEVICES * ROUNDS  # one for every update
+    w.close()
+
+
+def asked(w: World) -> dict[str, int]:
+    """Device -> in how many rounds epsilon counts it, as the ledger's rows say after a restart."""
+    w.kill_server()
+    w.start_server()
+    spent = w.server._parts.privacy._spent
+    return {name: sum(rounds.values()) for name, rounds in spent._rounds.items()}
+
+
+def released(w: World, faults: BrokerFaults) -> Counter[str]:
+    """Device or model -> how many different noised versions of it left the machine that made them: a device's updates,
+    by the offers' ids, and with central noise the models of a round, by the manifests'."""
+    versions = set[tuple[str, str]]()
+    for _, message in faults.seen:
+        place = topics.parse(w.name, message.topic)
+        kind = "" if place is None else place.kind
+        if place is not None and kind == "up" and place.part in ("m", WHOLE):
+            whole = place.part == WHOLE
+            offer = whole_update(message.payload)[0] if whole else messages.decode(UploadManifest, message.payload)
+            versions.add((place.device, offer.id))
+        manifest = json_of(message) if kind == "cur" else {}
+        if manifest.get("open", kind == "cur"):
+            versions.add((f"model of round {manifest['round']}", manifest["model"]["model"]))
+    return Counter(what for what, _ in versions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["local", "central"])
+@pytest.mark.parametrize("actor", ["server", "d1"])
+def test_a_death_at_any_act_releases_no_second_version_and_epsilon_counts_each_round_once(
+    tmp_path: Path, mode: str, actor: str
+) -> None:
+    fleet = founded(tmp_path / "founded", text(f'mode = "{mode}"', "fedavg", rounds=2), DEVICES)
+    w, _, _, points = two_rounds(fleet, tmp_path / "whole", actor, None, DEVICES)
+    w.close()
+    assert points > 8
+    for at in range(1, points + 1):
+        w, death, faults, _ = two_rounds(fleet, tmp_path / "killed", actor, at, DEVICES)
+        assert death.where
+        versions = released(w, faults)
+        assert all(versions[f"d{n}"] == 2 for n in range(DEVICES)), (death.where, versions)
+        assert {versions[f"model of round {n}"] for n in (1, 2)} == {1}, (death.where, versions)
+        last = w.server.ledger.rows(RoundPrivacy, round=2)[0]
+        assert (last.most, last.spent) == (2, Accountant(1e-5).epsilon({1.0: 2})), death.where
+        assert asked(w) == {f"d{n}": 2 for n in range(DEVICES)}, death.where
+        w.close()
+        shutil.rmtree(w.folder)
+
+
+def test_epsilon_still_counts_a_device_that_another_has_replaced_after_a_kill(tmp_path: Path) -> None:
+    """It was asked, and part of its update may have arrived."""
+    more = text('mode = "local"', "fedavg").replace("quorum = 1.0", "quorum = 1.0\ncohort = 2")
+    w = world(tmp_path, more)
+    w.start_server()
+    for n in range(DEVICES):
+        w.start_agent(f"d{n}", toy(n))
+    assert w.pump(lambda: opened(w, 1))
+    gone, kept = w.server.open.cohort
+    w.kill_agent(gone)
+    assert w.pump(lambda: w.logged(f"round 1: no update comes from {gone}"), tick_s=0.1)
+    w.kill_server()
+    w.start_server()
+    assert w.pump(lambda: w.closed() == 1)
+    assert gone not in w.server.ledger.rows(Round, round=1)[0].cohort
+    assert gone not in {row.device for row in w.server.ledger.rows(Update)}
+    w.server.ledger.request("paused", "yes")
+    counted = asked(w)
+    assert counted[gone] == 1
+    assert counted[kept] >= 1
     w.close()
 
 

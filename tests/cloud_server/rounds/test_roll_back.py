@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +20,12 @@ from cloud_server.rounds.decide_roll_back import FACT
 from fleet_core.base import trees
 from fleet_core.base.errors import StateError
 from fleet_core.base.trees import Params
-from tests.support import liars
+from fleet_core.link.loopback import LoopbackBroker
+from tests.support import deaths, liars
+from tests.support.deaths import Death, deadly
 from tests.support.inprocess import World, without_fsync
 from tests.support.liars import lie
-from tests.support.world_checks import check_duals, settled
+from tests.support.world_checks import check_duals, opened, settled
 
 DEVICES, ROUNDS = 5, 8
 
@@ -126,6 +130,61 @@ def test_a_model_that_costs_the_devices_accuracy_is_rolled_back(
     w.close()
 
 
+@pytest.fixture
+def worse(tmp_path: Path) -> World:
+    """A paused fleet that has closed five rounds. Its devices say that the model of round 4 is worse."""
+    w = started(tmp_path / "founded", "roll_back = 0.1", method="fedavg-meta")
+    until_evaluated(w, 2)
+    assert w.pump(lambda: opened(w, 5))
+    w.server.ledger.request("paused", "yes")
+    assert w.pump(lambda: w.closed() == 5)
+    w.close()
+    with Ledger(w.fleet.ledger_path) as ledger:
+        for number, accuracy in ((2, 0.9), (4, 0.2)):
+            evaluated(ledger, number, [accuracy] * DEVICES)
+    return w
+
+
+def rolled_back(worse: World, folder: Path, at: int | None, asked: bool) -> tuple[World, Death]:
+    """The aggregator of a copy, without devices, until it has gone back; it dies at its ``at``-th act. asked: an
+    operator asks for it, and nobody says that the model is worse."""
+    shutil.copytree(worse.folder, folder)
+    w = World(folder, replace(worse.fleet, folder=folder / "fleet"), LoopbackBroker())
+    with Ledger(w.fleet.ledger_path) as ledger:
+        if asked:
+            evaluated(ledger, 4, [0.9] * DEVICES)
+            ledger.request("roll_back", "2")
+    death = Death("server", at, w)
+    with pytest.MonkeyPatch.context() as patch:
+        w.start_server()
+        deadly(patch, death, facts=True)
+        assert deaths.run(w, death, lambda: bool(went_back(w)) and not w.server.ledger.requests()), death.where
+        deaths.run(w, death, lambda: False, steps=5)
+    return w, death
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_aggregator_killed_at_any_act_between_decision_and_publication_goes_back_once_and_says_why(
+    worse: World, tmp_path: Path, asked: bool
+) -> None:
+    w, undisturbed = rolled_back(worse, tmp_path / "whole", None, asked)
+    wanted, good, told = w.server.checkpoint.state, w.server._parts.served.reference.model, went_back(w)
+    assert (told["from"], told["to"]) == (5, 2)
+    assert str(told["why"]).startswith("an operator" if asked else "with the one of round 4 the median device lost")
+    assert undisturbed.points > 5
+    w.close()
+    for at in range(1, undisturbed.points + 1):
+        w, death = rolled_back(worse, tmp_path / "killed", at, asked)
+        assert death.where
+        assert went_back(w) == told, death.where
+        assert distance(w.server.checkpoint.state.model, wanted.model) == 0, death.where
+        assert (w.server.served_round, w.server._parts.served.reference.model) == (5, good), death.where
+        assert w.server.ledger.rows(Round, round=5)[0].served_id == good, death.where
+        assert served_rounds(w.fleet.folder / "state") in ([2, 5], [2]), death.where
+        w.close()
+        shutil.rmtree(w.folder)
+
+
 @pytest.mark.slow
 def test_what_is_refused_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     w = started(tmp_path)
@@ -149,7 +208,8 @@ def test_what_is_refused_and_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def evaluated(ledger: Ledger, number: int, accuracies: list[float]) -> None:
-    ledger.put(Round(round=number, opened_at=1.0, status="closed"))
+    if not ledger.rows(Round, round=number):
+        ledger.put(Round(round=number, opened_at=1.0, status="closed"))
     for n, accuracy in enumerate(accuracies):
         ledger.put(Evaluation(round=number, device=f"d{n}", stage="after", method="fedavg", confusion=((1,),),
                               accuracy=accuracy, macro_f1=accuracy))

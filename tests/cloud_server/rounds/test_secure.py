@@ -4,6 +4,7 @@ devices vanish at each step, the aggregator is restarted, and what does not go t
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.privacy.secure_participant import Participant
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down
-from fleet_core.protocol.secure_messages import SecureStep
+from fleet_core.protocol.secure_messages import REVEALED, Revealed, SecureStep
 from tests.support import inprocess
 from tests.support.brokers import private_broker
+from tests.support.deaths import founded, two_rounds
 from tests.support.inprocess import World, config_text, toy, world
+from tests.support.stand_ins import BrokerFaults
 from tests.support.world_checks import check_duals, settled
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
@@ -218,6 +221,68 @@ def test_after_a_restart_of_the_aggregator_the_round_is_finished_or_left_out_as_
     assert len(counted(w, 2)) == DEVICES
     check_duals(w, feedback=True)
     w.close()
+
+
+def revealed_sums(w: World, faults: BrokerFaults) -> dict[int, set[str]]:
+    """Round -> the sums for which a device has revealed shares."""
+    found: dict[int, set[str]] = {}
+    for _, message in faults.seen:
+        place = topics.parse(w.name, message.topic)
+        if place is not None and (place.kind, place.part) == ("up", REVEALED):
+            found.setdefault(int(place.key), set()).add(messages.decode(Revealed, message.payload).session)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("actor", ["server", "d1"])
+def test_a_death_at_any_act_leaves_whole_sums_of_one_version_of_each_update_and_true_duals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor: str
+) -> None:
+    masked: dict[tuple[int, str], list[bytes]] = {}
+    sums: dict[int, Any] = {}
+    honest, updates = Participant.mask, SecureRounds.updates
+
+    def seen(self: Participant, boxes: Any, own: Any) -> Any:
+        masked.setdefault((self.session.round, self.name), []).append(own.astype(np.int64).tobytes())
+        return honest(self, boxes, own)
+
+    def summed(self: SecureRounds, opened: Any) -> Any:
+        made = updates(self, opened)
+        sums[opened.number] = storage.flatten(made[0].payload.groups)
+        return made
+
+    monkeypatch.setattr(Participant, "mask", seen)
+    monkeypatch.setattr(SecureRounds, "updates", summed)
+    fleet = founded(tmp_path / "founded", text("pfldyn-proto", rounds=2), DEVICES)
+    exponent, everyone = fleet.fleet.config.privacy.exponent, {f"d{n}" for n in range(DEVICES)}
+
+    def check(at: int | None) -> int:
+        masked.clear()
+        sums.clear()
+        w, death, faults, points = two_rounds(fleet, tmp_path / "run", actor, at, DEVICES)
+        assert bool(death.where) is (at is not None)
+        for number in (1, 2):
+            there = counted(w, number)
+            if not there:
+                assert note(w, number).startswith("not counted: the aggregator was restarted"), death.where
+                continue
+            assert there >= everyone - ({"d1"} if actor == "d1" else set()), death.where
+            versions = {name: set(masked[number, name]) for name in there}
+            assert all(len(one) == 1 for one in versions.values()), death.where
+            whole = np.concatenate([sums[number][name].reshape(-1) for name in sorted(sums[number])]) / 2.0**exponent
+            total = sum(np.frombuffer(one.pop(), np.int64) for one in versions.values())
+            assert np.array_equal(whole, total), death.where
+        assert all(len(one) == 1 for one in revealed_sums(w, faults).values()), death.where
+        assert counted(w, 2) == everyone, death.where
+        check_duals(w, feedback=True)
+        w.close()
+        shutil.rmtree(w.folder)
+        return points
+
+    points = check(None)
+    assert points > 10
+    for at in range(1, points + 1):
+        check(at)
 
 
 @pytest.mark.slow

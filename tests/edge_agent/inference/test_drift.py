@@ -10,6 +10,7 @@ import pytest
 
 from edge_agent.commands import device_commands
 from edge_agent.inference import drift, relearn
+from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import Service
 from fleet_core.data.samples import Samples
 from tests.support import homes
@@ -44,6 +45,23 @@ def test_a_shift_is_noticed_stored_and_shown(tmp_path: Path, capsys: pytest.Capt
     assert said["since"] > 0
     device_commands.status(service.stored.home.folder, as_json=False)
     assert f"noticed after {moved} answers" in capsys.readouterr().out
+
+
+def test_the_agent_takes_over_what_a_program_on_the_device_has_noticed(tmp_path: Path) -> None:
+    agents, said = device(tmp_path), list[str]()
+    home = agents.stored.home.folder
+    program = Device(home, homes.restored(home))
+    for x in shifted():
+        program.predict(x)
+    assert agents.drift.moved_at == 0
+    tried = agents.local().added()
+    drift.personalize_again(agents, tried, said.append)
+    assert 0 < agents.drift.moved_at <= 60
+    agents.local().add(shifted()[:30], [agents.layout.classes[int(k)] for k in toy(7).y[:30]])
+    drift.personalize_again(agents, tried, said.append)
+    assert any("personalized again, with 30 added samples" in line for line in said)
+    drift.personalize_again(agents, agents.local().added(), said.append)
+    assert agents.drift.moved_at == 0, "the program's sums belong to the personalization before"
 
 
 def test_evaluations_are_no_answers(tmp_path: Path) -> None:

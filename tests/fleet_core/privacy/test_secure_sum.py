@@ -193,3 +193,24 @@ def test_what_comes_too_late_twice_or_from_others_changes_nothing() -> None:
 
 def _revealed(server: Collector) -> Revealed:
     return Revealed(server.session.rules.session, {}, {})
+
+
+def test_a_device_that_is_restarted_before_it_has_shared_is_left_out_and_the_others_go_on() -> None:
+    """Nobody could open the shares of its new keys, and its masks would not cancel."""
+    given = session(4)
+    devices = {name: Participant(given, identity(name)) for name in updates(4)}
+    server = Collector(given, authority().certificate)
+    for name, device in devices.items():
+        server.add_keys(name, device.keys(), NOW)
+    server.start_sharing()
+    peers = step_of(server, "d1").peers
+    devices["d1"] = Participant(given, identity("d1"))
+    server.add_keys("d1", devices["d1"].keys(), NOW)
+    assert server.step("d1") is None
+    server.add_keys("d0", devices["d0"].keys(), NOW)
+    assert server.step("d0") is not None, "the same keys again"
+    for name in ("d0", "d2", "d3"):
+        server.add_shares(name, devices[name].seal(step_of(server, name).peers, authority().certificate, NOW))
+    server.add_shares("d1", devices["d1"].seal(peers, authority().certificate, NOW))
+    server.start_masking()
+    assert server.senders == {"d0", "d2", "d3"}
