@@ -63,7 +63,7 @@ def without_torch(method: Method) -> str:
     unchanged = "the fleet's model" if set(method.shared) >= set(MODEL_GROUPS) else "nothing"
     if trains(method) or steps_of(method, method.hyper()) is None:
         return unchanged
-    return f"tuned weights; {unchanged} where its steps are no graph"
+    return f"tuned weights; {unchanged} if its steps cannot become a graph"
 
 
 def transfer_text(method: Method, way: str) -> str:

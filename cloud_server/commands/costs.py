@@ -33,13 +33,14 @@ BATTERY = Annotated[float | None, typer.Option("--battery-wh", metavar="WH", min
 
 def costs(
     folder: RUN,
-    as_csv: Annotated[bool, typer.Option("--csv", help="One line for each device, absent figures empty.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one line for each device, absent figures "
+                                                       "empty.")] = False,
     as_json: JSON = False,
     tariff: TARIFF = None,
     per_month: PER_MONTH = None,
     battery_wh: BATTERY = None,
 ) -> None:
-    """Show the bill: bytes, operations and joules by device, cost against accuracy, and a month of it in money."""
+    """Show what a run cost: bytes, operations and joules by device, cost against accuracy, and the price of a month."""
     from cloud_server.results import outcome, result
 
     if as_csv and as_json:

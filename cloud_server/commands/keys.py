@@ -21,10 +21,10 @@ def add_to(server_app: typer.Typer) -> None:
 
 def encrypt_keys(
     fleet: FLEET,
-    change: Annotated[bool, typer.Option("--change", help="Take another passphrase.")] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Write the keys plain again.")] = False,
+    change: Annotated[bool, typer.Option("--change", help="Change the passphrase.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Store the keys unencrypted again.")] = False,
 ) -> None:
-    """Give the fleet's keys a passphrase, which every command that signs then asks for."""
+    """Encrypt the fleet's keys with a passphrase. Every command that signs then asks for it."""
     from cloud_server.identity import audit_log
     from cloud_server.records import key_files
     from cloud_server.records.fleet_folder import Fleet
@@ -49,11 +49,11 @@ def encrypt_keys(
 def roll_key(
     fleet: FLEET,
     overlap: Annotated[str, typer.Option(help="How long devices accept both keys: 24h, 30d.")] = "30d",
-    cut: Annotated[bool, typer.Option("--cut", help="The old key is in other hands: it counts no more, at once. "
-                                                    "Devices that are off now need a token.")] = False,
+    cut: Annotated[bool, typer.Option("--cut", help="Reject the old key soon, because somebody else has it. Devices "
+                                                    "that are off now will need a new token.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Give the fleet another signing key, which devices follow to by themselves."""
+    """Replace the fleet's signing key. Devices switch to the new key by themselves."""
     from cloud_server.identity import audit_log
     from cloud_server.records import signing_keys
     from cloud_server.records.fleet_folder import Fleet
@@ -81,7 +81,8 @@ def roll_authority(
                                                           "need it are cut off.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Give the fleet another authority; devices renew onto it, then the old one is dropped."""
+    """Replace the fleet's certificate authority. When all devices have renewed their certificates, the old one is
+    dropped."""
     from cloud_server.identity import announce_keys, audit_log, authorities, fleet_certificates
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet

@@ -79,7 +79,8 @@ def _ledger(fleet: Fleet) -> Ledger:
 
 @devices_app.command("list")
 def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
-    """List every device that was ever seen or has an unused token; "pending" is what the aggregator still has to do."""
+    """List every device that was ever seen or has an unused token. "pending": requests that the aggregator has not
+    carried out yet."""
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)
@@ -208,13 +209,14 @@ def devices_enroll(
     name: str,
     to: Annotated[Path | None, typer.Option("--to", help="Folder for an agent on this machine; with an mqtts:// "
                                                          "broker the token is written there.")] = None,
-    token_path: Annotated[Path | None, typer.Option("--token", metavar="FILE", help="Default: NAME.token.")] = None,
+    token_path: Annotated[Path | None, typer.Option("--token", metavar="FILE", help="The token's file; default: "
+                                                    "NAME.token.")] = None,
     valid: Annotated[str, typer.Option(help="How long the token is valid: 30m, 24h, 7d.")] = "24h",
     broker: BROKER_OPTION = None,
     plain: PLAIN = False,
     as_json: JSON = False,
 ) -> None:
-    """Enrol a device: write a one-time token, or a folder to run an agent in on this machine."""
+    """Enrol a device: write a one-time token, or a folder for an agent on this machine."""
     from cloud_server.identity import audit_log, device_folder, token_enrolment
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.link.mqtt import parse_url

@@ -175,7 +175,7 @@ def _in_file(name: str | None) -> str | None:
     try:
         return storage.read_bytes(path, limit=MOST).decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise StateError("is no text", where=str(path), expected="a passphrase in UTF-8") from error
+        raise StateError("is not text", where=str(path), expected="a passphrase in UTF-8") from error
 
 
 def _asked(prompt: str, where: str) -> str:

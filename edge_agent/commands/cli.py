@@ -12,13 +12,13 @@ from fleet_core import __version__
 from fleet_core.base import processes, terminal
 from fleet_core.board.device_settings import WAYS, settings_of
 
-INPUT = ".npy array, .npz, .csv, .ndjson, image, .wav file or folder of either; labels in it are ignored"
+INPUT = ".npy, .npz, .csv, .ndjson, image or .wav file, or a folder of images or sounds; labels are ignored"
 
 
 def parser() -> Parser:
     """All commands with their options."""
     root = Parser("edge-agent", "The agent on a device: trains, personalizes and answers; the data stays here.")
-    root.add_argument("--version", action="version", version=__version__, help="print the version and leave")
+    root.add_argument("--version", action="version", version=__version__, help="print the version and exit")
     root.add_argument("--verbose", action="store_true", help="print the traceback of an error")
     _connected(root)
     _local(root)

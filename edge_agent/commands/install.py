@@ -84,7 +84,7 @@ def _settings(manifest: Manifest, home: Path, name: str | None) -> Settings:
 
 def _new_device(manifest: Manifest, name: str) -> Settings:
     if not re.fullmatch(NAME, name):
-        raise ConfigError(f"'{name[:80]}' is no name for a device", expected=NAME, hint="--name")
+        raise ConfigError(f"'{name[:80]}' is not a valid device name", expected=NAME, hint="--name")
     table = {"name": name, "fleet": manifest.fleet, "key": manifest.key}
     settings, problems = schema.read(Settings, {"device": table})
     if settings is None:

@@ -276,9 +276,9 @@ def _split(request: Request) -> tuple[dict[str, Any], memoryview]:
     try:
         parsed = json.loads(bytes(request.body[:length]), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"the request is no JSON: {str(error)[:200]}") from error
+        raise MessageError(f"the request is not JSON: {str(error)[:200]}") from error
     if not isinstance(parsed, dict):
-        raise MessageError("the request is no JSON object")
+        raise MessageError("the request is not a JSON object")
     return parsed, memoryview(request.body)[length:]
 
 

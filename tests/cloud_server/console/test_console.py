@@ -226,7 +226,7 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
         serve.token_of(tmp_path, beyond)
     path.chmod(0o600)
     path.write_text("short")
-    with pytest.raises(ConfigError, match="is no token"):
+    with pytest.raises(ConfigError, match="is not a token"):
         serve.token_of(tmp_path, Address(token_file=path))
 
 

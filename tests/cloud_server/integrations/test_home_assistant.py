@@ -173,7 +173,7 @@ def payloads(reader: RecordingLink) -> list[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (("--prefix", "a/#"), "'a/#' is no discovery prefix"), (("--password-file", "p"), "a password needs its user"),
+    (("--prefix", "a/#"), "'a/#' is not a discovery prefix"), (("--password-file", "p"), "a password needs its user"),
     (("--broker", "mqtt://home.example"), "is plain MQTT that leaves this machine"),
 ])
 def test_wrong_options_are_named(

@@ -220,7 +220,7 @@ def test_a_folder_of_another_fleet_or_device_is_refused(run: Run, tmp_path: Path
         ("install", other_fleet, "--home", home): "is a device of another fleet, 'desk'; expected 'barn'",
         ("install", path, "--home", home, "--name", "d2"): "is the device 'd1'; expected 'd2'",
         ("install", path, "--home", tmp_path / "operator"): "is a fleet's own folder",
-        ("install", path, "--home", tmp_path / "a b"): "'a b' is no name for a device",
+        ("install", path, "--home", tmp_path / "a b"): "'a b' is not a valid device name",
     }
     for arguments, complaint in cases.items():
         code, out, err = run(*arguments)

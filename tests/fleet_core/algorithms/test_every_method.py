@@ -344,7 +344,7 @@ def test_a_device_without_torch_answers_as_far_as_it_can_and_says_what_it_cannot
     assert said
     assert w.logged("pip install \"metafleet[train]\"")
     # the fleets here have no graph of steps
-    stated = stated.removeprefix("tuned weights; ").removesuffix(" where its steps are no graph")
+    stated = stated.removeprefix("tuned weights; ").removesuffix(" if its steps cannot become a graph")
     if stated == "the fleet's model":
         assert service.answers(toy(5).x[:4]).personalization == "none"
         assert w.logged("the fleet's model answers as it is")
