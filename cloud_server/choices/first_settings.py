@@ -24,7 +24,7 @@ from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 
 NO_WINDOW = "leave --window and --stride out"
-HEAD = "# What is changed here holds from the next start of the server. Every key: docs/fleet.md of Metafleet."
+HEAD = "# The server reads this file when it starts. Every key: docs/fleet.md of Metafleet."
 
 
 def topic_name(folder: str) -> str:

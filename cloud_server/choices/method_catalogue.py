@@ -121,8 +121,9 @@ def description(method: Method) -> str:
     lines = {
         "source": method.source, "down": transfer_text(method, "down"), "up": transfer_text(method, "up"),
         **({"in print": f"{paper[0]} models down, {paper[1]} up"} if paper else {}),
-        "codecs": "any" if method.cumulative else "fp32 alone: sums over samples, which a lossy one would spoil",
-        **({"a part": f"not trained alone: it {why}"} if (why := refusal(method)) else {}),
+        "codecs": "any" if method.cumulative else "fp32 only: it sends sums over samples, which a lossy codec would "
+                                                  "spoil",
+        **({"a part": f"it cannot train a part of the model: it {why}"} if (why := refusal(method)) else {}),
         "stays": ", ".join(stays(method)) or "nothing", "gradient": method.adaptation,
         "answers": f"{method.personalizer}; without torch: {without_torch(method)}",
     }

@@ -52,7 +52,7 @@ def applied(
     fleet's folder. Raises FleetError."""
     if wanted.source is None:
         if wanted.output or wanted.build or wanted.int8:
-            raise ConfigError("--backbone-output, --backbone-build and --backbone-int8 are of --backbone",
+            raise ConfigError("--backbone-output, --backbone-build and --backbone-int8 need --backbone",
                               hint="give --backbone")
         return samples, spec, None
     from fleet_core.backbone import backbone_file, features

@@ -48,13 +48,13 @@ def costs(
     chosen = pricing(folder, tariff, per_month, battery_wh)
     run = result.parse(outcome.of_run(folder))
     if not run.costs:
-        raise StateError("names no costs by device: no device is enrolled, or an older version wrote it",
+        raise StateError("has no costs by device: no device is enrolled, or an older version wrote it",
                          where=str(folder), expected="a fleet with devices")
     if as_json:
         return terminal.show(_facts(run, chosen))
     print(_csv(run, chosen) if as_csv else "\n\n".join(_blocks(run, chosen)), end="" if as_csv else "\n")
     if not as_csv and per_month is None:
-        processes.say("a month of it: --per-month ROUNDS_PER_DAY, with prices from tariff.toml (docs/costs.md)")
+        processes.say("the price of a month: --per-month ROUNDS_PER_DAY, with prices from tariff.toml (docs/costs.md)")
 
 
 def pricing(folder: Path, named: Path | None, per_month: float | None, battery_wh: float | None) -> Pricing:

@@ -43,7 +43,8 @@ def encrypt_keys(
     audit_log.done(fleet, "encrypt keys", text=said)
     print(said)
     if not remove:
-        processes.say("whoever forgets the passphrase has lost the fleet; copies made before keep what they had")
+        processes.say("without the passphrase the fleet is lost; copies made before have their former passphrase, or "
+                      "none")
 
 
 def roll_key(
@@ -68,11 +69,12 @@ def roll_key(
         return terminal.show({"number": new.number, "old": key_id(new.old), "new": key_id(new.new), "until": new.until,
                               "cut": cut, "aggregator": "on" if running else "off"})
     when = "now" if running else "when the aggregator runs"
-    print(f"key {key_id(new.new)} follows {key_id(new.old)}: devices are told {when}")
+    print(f"key {key_id(new.new)} replaces {key_id(new.old)}: devices are told {when}")
     until = terminal.date(new.until)
-    processes.say(f"devices that are on follow until {until}; all others, and unused tokens, are cut off" if cut else
-                  f"devices accept both keys until {until}; who followed: metafleet server status")
-    processes.say("make a backup: one from before cannot speak to devices that have followed")
+    processes.say(f"devices that are on have until {until} to switch; all others, and unused tokens, are "
+                  "cut off" if cut else
+                  f"devices accept both keys until {until}; metafleet server status shows which have switched")
+    processes.say("make a new backup: devices that have switched do not accept an earlier one")
 
 
 def roll_authority(
@@ -108,6 +110,7 @@ def roll_authority(
     when = "now" if running else "when the aggregator runs"
     if finish:
         print(f"the old authority is dropped {when}")
-        return processes.say(f"these need a new token: {', '.join(left)}" if left else "nobody needed it")
-    print(f"devices renew onto another authority {when}: {len(left)} need the old one")
-    processes.say("it is dropped when none does; who still does: metafleet server status. Make a backup then")
+        return processes.say(f"these need a new token: {', '.join(left)}" if left else "no device needed it")
+    print(f"devices get certificates of the new authority {when}: {len(left)} still need the old one")
+    processes.say("the old authority is dropped when no device needs it; metafleet server status shows which still do. "
+                  "Then make a backup")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fleet_core.model.layout import InputSpec
 
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
-GOES_ON = "stopped; nothing is lost: the same command goes on"
+GOES_ON = "stopped; nothing is lost: the same command continues"
 
 
 TENSORBOARD = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each round's figures to this folder, "
@@ -161,7 +161,7 @@ def _plan(
           f"{facts['novel_devices']} with novel classes; {facts['samples']} samples of {facts['classes']} classes; "
           f"model {facts['model']}, {facts['parameters']:,} parameters; {facts['rounds']} rounds at most")
     terminal.table([(one["run"], one["method"], one["hyper"], str(one["seed"]), one["state"]) for one in facts["runs"]],
-                   ("run", "method", "other than by default", "seed", "state"))
+                   ("run", "method", "settings", "seed", "state"))
 
 
 def _checked_plan(
@@ -288,7 +288,7 @@ def _advice_on(options: Options, folder: Path) -> Outcome:
             return advising.advise(options, folder, _simulator(stopped), cores=probe.cores(),
                                    say=processes.say)
         except Stopped:
-            processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
+            processes.say(f"stopped; nothing is lost: the same command with --out {folder} continues")
             raise KeyboardInterrupt from None
 
 
@@ -356,10 +356,10 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
     for remark in found.remarks:
         processes.say(f"note: {remark}")
     if found.chosen is None:
-        processes.say("no model could be tried: the shape of the samples decides")
+        processes.say("no model could be tried: the default for samples of this shape is used")
         return None
     terminal.table(found.rows(), model_trial.COLUMNS)
-    print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
+    print(f"*: the chosen model; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
     for text in found.warnings:
         print(f"warning: {text}")
     return found.chosen.model

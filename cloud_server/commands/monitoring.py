@@ -46,7 +46,7 @@ def console(
     def ready(url: str) -> None:
         print(url, flush=True)
         audit_log.done(fleet, "serve console", text=f"{host}, port {port}" if port else host)
-        processes.say("the console; Ctrl-C ends it, and the fleet runs on")
+        processes.say("Ctrl-C ends the console; the fleet keeps running")
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()  # a text browser blocks
 
@@ -77,12 +77,12 @@ def audit(
             str(entry.get("text", ""))))) for entry in found.entries]
         terminal.table(rows, ("at", "by", "action", "device", "outcome", "text"))
         for number in found.torn:
-            processes.say(f"line {number} cannot be read: a power cut tore it, or somebody else wrote it")
+            processes.say(f"line {number} cannot be read: a power cut damaged it, or another program wrote it")
         for number, wrong in found.broken:
             processes.say(f"line {number} {wrong}")
         if found.dropped:
-            processes.say(f"{found.dropped} older files were dropped; the first line here is of {found.files[0]}")
-        chained = f"{found.unchained} of them of a version without hashes; " if found.unchained else ""
+            processes.say(f"{found.dropped} older files were dropped; the first line here is from {found.files[0]}")
+        chained = f"{found.unchained} of them from a version without hashes; " if found.unchained else ""
         processes.say(f"{found.lines} lines, {chained}the last has the hash {found.head or 'of nothing'}; keep it on "
                       f"another machine: metafleet audit {typed(fleet)} --since {found.head[:16] or 'HASH'}")
     if found.broken:
@@ -148,11 +148,12 @@ def home_assistant(
         raise ConfigError(f"'{prefix[:80]}' is not a discovery prefix", where="--prefix", expected="levels of letters, "
                           "digits, '-' or '_'")
     if password_file is not None and user is None:
-        raise ConfigError("a password needs its user", where="--password-file", hint="add --user")
+        raise ConfigError("a password needs a user", where="--password-file", hint="add --user")
     password = None if password_file is None else storage.read_bytes(password_file, limit=4096).decode().strip()
     with processes.until_signal() as stopped:
         bridge.run(
             Fleet.load(fleet), check_plain(broker, plain), prefix=prefix, every_s=every, remove=remove, stopped=stopped,
-            say=processes.say, ready=lambda: processes.say("the devices are in Home Assistant's broker; Ctrl-C ends"),
+            say=processes.say, ready=lambda: processes.say("the devices are announced to Home Assistant; Ctrl-C ends "
+                                                           "this"),
             username=user, password=password, ca=ca,
         )

@@ -117,7 +117,7 @@ def server_config(
     audit_log.done(fleet, "configure broker", text=", ".join(hosts))
     print(path)
     processes.say(
-        f"devices find the broker at {setup.url}; all that it needs is in {path.parent}, server.key is secret"
+        f"devices find the broker at {setup.url}; its files are in {path.parent}; keep server.key secret"
     )
 
 
@@ -171,7 +171,7 @@ def show_alerts(
     for one in found:
         print(f"{one.kind}: {one.text}")
     if not found:
-        processes.say("nothing needs a person")
+        processes.say("nothing needs the operator")
 
 
 @server_app.command("rounds")
@@ -254,7 +254,8 @@ def server_backup(
     if as_json:
         return terminal.show({"folder": str(to), "rounds_closed": closed})
     print(to)
-    processes.say(f"{closed} of {made.config.fleet.rounds} rounds closed; the fleet's keys are in it: keep it secret")
+    processes.say(f"{closed} of {made.config.fleet.rounds} rounds closed; the copy has the fleet's keys: keep it "
+                  "secret")
 
 
 @server_app.command("roll-back")
@@ -281,7 +282,7 @@ def roll_back(
     if as_json:
         return terminal.show({"to": target, "running": made.running()})
     when = "after the open round" if made.running() else "when the aggregator runs"
-    print(f"training goes on from the model of round {target} {when}")
+    print(f"training continues from the model of round {target} {when}")
 
 
 @server_app.command("pause")

@@ -83,7 +83,7 @@ def _token(fleet: Fleet, name: str, hours: Any) -> str:
     path = fleet.folder / TOKENS / f"{name}-{secrets.token_hex(3)}.token"
     url = devices.broker_for_token(None, fleet)
     made = token_enrolment.issue_token(fleet, name, path, url, hours * 3600.0)
-    return (f"{path} written, on the operator's machine: good once, until {terminal.date(made.expires)}; next, on the "
+    return (f"{path} written, on the operator's machine: valid once, until {terminal.date(made.expires)}; next, on the "
             f"device: edge-agent enroll {typed(path.name)} --home HOME")
 
 

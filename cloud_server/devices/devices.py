@@ -98,7 +98,7 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
 
 
 def _moved(facts: dict[str, Any]) -> str:
-    return "what it sees has moved" if (facts["capabilities"] or {}).get("moved") else ""
+    return "drift" if (facts["capabilities"] or {}).get("moved") else ""
 
 
 @devices_app.command("show")
@@ -234,9 +234,9 @@ def devices_enroll(
     if as_json:
         facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
         return terminal.show(facts)
-    print(f"{path} written: good once, until {terminal.date(issued.expires)}")
+    print(f"{path} written: valid once, until {terminal.date(issued.expires)}")
     command = f"edge-agent run --home {typed(to)}" if to is not None else f"edge-agent enroll {path.name} --home HOME"
-    processes.say(f"next, on the device: {command}; the aggregator has to be running")
+    processes.say(f"next, on the device: {command}, while the aggregator runs")
 
 
 def _enrol_without_token(fleet: Fleet, name: str, to: Path, url: str, as_json: bool) -> None:
@@ -312,7 +312,7 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
 
 def revoked_text(name: str, running: bool) -> str:
     """What happens after ``revoke``. running: whether the aggregator runs."""
-    return f"{name} leaves now" if running else f"{name} leaves when the aggregator runs"
+    return f"{name} is revoked now" if running else f"{name} is revoked when the aggregator runs"
 
 
 # Quarantine -----------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def revoked_text(name: str, running: bool) -> str:
 def devices_quarantine(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     """Ask a device for no updates, until it is released; it stays enrolled. Methods with duals restart them from zero.
     """
-    _ask(fleet, name, "quarantine", f"{name} is asked for no updates", as_json)
+    _ask(fleet, name, "quarantine", f"{name} is quarantined", as_json)
 
 
 @devices_app.command("release")

@@ -81,8 +81,8 @@ def start(
     if url:
         processes.say(f"devices will look for {folder / program_statement.ARCHIVE} at {url}")
     if not made.running():
-        processes.say(f"it begins with the aggregator: metafleet server start {typed(fleet)}")
-    processes.say(f"how far it is: metafleet updates status {typed(fleet)}")
+        processes.say(f"it begins when the aggregator runs: metafleet server start {typed(fleet)}")
+    processes.say(f"its progress: metafleet updates status {typed(fleet)}")
 
 
 @updates_app.command("status")
@@ -190,7 +190,7 @@ def ask(fleet: Fleet, what: str) -> str:
                           where=str(fleet.folder), expected=" or ".join(states))
     with Ledger(fleet.ledger_path, create=False) as ledger:
         ledger.request("update", f"{what} {time.time()}")
-    return f"{update.plan.version}: {what} was asked for"
+    return f"{update.plan.version}: {what} requested"
 
 
 def _asked(folder: Path, what: str) -> None:
@@ -214,7 +214,7 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     told = ", ".join(f"{len(facts[st])} {st}" for st in ("done", "going", "waiting", "failed") if facts[st])
     yield f"update {facts['version']} is {facts['st']}{': ' if facts['why'] else ''}{facts['why']}; {told}"
     if facts["st"] in ("halted", "aborted"):
-        yield f"to go on with those that do not run it: metafleet updates resume {typed(fleet)}"
+        yield f"to continue with the devices that do not run it: metafleet updates resume {typed(fleet)}"
 
 
 def facts(update: Update) -> dict[str, Any]:

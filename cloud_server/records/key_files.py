@@ -213,7 +213,7 @@ def _opened(sealed: Sealed, key: bytes, path: Path) -> bytes:
         return AESGCM(key).decrypt(bytes.fromhex(sealed.nonce), bytes.fromhex(sealed.data), magic)
     except InvalidTag as error:
         if path.name == SEAL:
-            raise StateError("the passphrase is wrong", where=str(path.parent), hint="or the file keys.seal is of "
-                             "another passphrase") from error
+            raise StateError("the passphrase is wrong", where=str(path.parent),
+                             hint="or keys.seal belongs to another passphrase") from error
         raise StateError("is sealed for another keys.seal, or damaged", where=str(path),
                          hint="put keys.seal and the keys back from one backup") from error

@@ -119,7 +119,7 @@ def _switched(bundle: Bundle, passed: Passed, home: Path, settings: Settings) ->
         model = bundle.manifest.model
         with slots.writing():
             slots.point(replace(pointer, rolled_back=RolledBack(model.id, model.round, why)))
-        raise StateError(f"{why}: what answered before goes on", where=str(home), hint=WORSE_BY)
+        raise StateError(f"{why}: the device keeps its former model", where=str(home), hint=WORSE_BY)
     return Installed(bundle, passed, personalized, left, *(None if h is None else h[1] for h in (before, after)))
 
 
@@ -177,8 +177,8 @@ def command(path: Path, home: Path, name: str | None, as_json: bool, *, unsigned
     }  # fmt: skip
     if as_json:
         return terminal.show(facts)
-    print(f"{manifest.layout.model} of round {manifest.model.round}, {manifest.method.name}: golden outputs as they "
-          f"should be under onnxruntime {done.passed.onnxruntime}")
+    print(f"{manifest.layout.model} of round {manifest.model.round}, {manifest.method.name}: golden outputs are right "
+          f"under onnxruntime {done.passed.onnxruntime}")
     if personalized is None:
         print(f"not personalized: {done.left}")
     else:

@@ -196,7 +196,7 @@ class InferenceProtocol:
 
     def _check_version(self, version: str | None, number: int) -> None:
         if version not in (None, str(number)):
-            raise Refused(404, f"there is no version '{version[:100]}', expected '{number}', the round that answers")
+            raise Refused(404, f"there is no version '{version[:100]}', expected '{number}', the round of the model")
 
     # Answer -----------------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ def flash_all(
 
 
 def _not_begun(entry: Entry, why: str, show: Show) -> Result:
-    error = FlashError(f"not begun: {why}", where=entry.to, hint="mend that, then run the same command again")
+    error = FlashError(f"not begun: {why}", where=entry.to, hint="fix that, then run the same command again")
     show.update(entry, "failed", error.what, "")
     return Result(entry, 0.0, error=error, begun=False)
 

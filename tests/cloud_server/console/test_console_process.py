@@ -111,7 +111,7 @@ def test_a_taken_port_and_a_folder_without_a_fleet_say_so(programs: Programs, tm
     port = httpx2.URL(address(programs, fleet.folder)).port
     taken = run_to_end(metafleet("console", fleet.folder, "--port", port))
     assert taken.returncode == 1
-    assert "--port names another one" in taken.stderr
+    assert "choose another --port" in taken.stderr
     nothing = run_to_end(metafleet("console", tmp_path))
     assert nothing.returncode == 2
     assert "there is no fleet here" in nothing.stderr

@@ -529,8 +529,8 @@ def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> Non
     assert by_kind["model"].down == nothing * len(NAMES), "once: it is the same in every round"
     assert by_kind["update"].up == nothing * len(NAMES) * ROUNDS
     assert nothing < 32
-    expected = f"local shares nothing: a device fetches a model of {nothing} bytes once, and sends as many a round"
-    assert w.logged(expected)
+    expected = f"a device fetches a model of {nothing} bytes once, and sends as many in each round"
+    assert w.logged(f"local shares nothing: {expected}")
 
 
 @pytest.mark.parametrize(
