@@ -359,7 +359,7 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
         processes.say("no model could be tried: the default for samples of this shape is used")
         return None
     terminal.table(found.rows(), model_trial.COLUMNS)
-    print(f"*: the chosen model; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
+    print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
     for text in found.warnings:
         print(f"warning: {text}")
     return found.chosen.model

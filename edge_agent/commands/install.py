@@ -177,8 +177,8 @@ def command(path: Path, home: Path, name: str | None, as_json: bool, *, unsigned
     }  # fmt: skip
     if as_json:
         return terminal.show(facts)
-    print(f"{manifest.layout.model} of round {manifest.model.round}, {manifest.method.name}: golden outputs are right "
-          f"under onnxruntime {done.passed.onnxruntime}")
+    print(f"{manifest.layout.model} of round {manifest.model.round}, {manifest.method.name}: golden outputs as they "
+          f"should be under onnxruntime {done.passed.onnxruntime}")
     if personalized is None:
         print(f"not personalized: {done.left}")
     else:

@@ -39,8 +39,8 @@ def few_labels(per_class: Mapping[str, int]) -> str:
     rare = [f"{name} {number}" for name, number in per_class.items() if 0 < number < FEW]
     if not rare:
         return ""
-    return (f"note: few labelled samples ({', '.join(shortened(rare))}); {FEW} or more of each class may give better "
-            "answers: edge-agent samples add")
+    return (f"note: few labelled samples ({', '.join(shortened(rare))}): answers come of them alone, and {FEW} or more "
+            "of each class may give better ones: edge-agent samples add")
 
 
 def features_of(home: Path, layout: Layout, named: Sequence[str] = ()) -> Features | None:

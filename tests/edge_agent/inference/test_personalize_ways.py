@@ -408,4 +408,4 @@ def test_samples_of_unknown_classes_are_not_marked_by_default(tmp_path: Path) ->
 def test_few_labels_counts_only_classes_with_samples() -> None:
     assert few_labels({"a": 5, "b": 9}) == ""
     assert few_labels({"a": 5, "b": 0}) == ""
-    assert few_labels({"a": 4, "b": 0, "c": 1}).startswith("note: few labelled samples (a 4, c 1); 5 or more")
+    assert few_labels({"a": 4, "b": 0, "c": 1}).startswith("note: few labelled samples (a 4, c 1): answers come of")
