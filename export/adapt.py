@@ -61,7 +61,7 @@ def with_adapt(graph: Graph, *, rates: bool, groups: tuple[str, ...] = MODEL_GRO
     ``export_adapt``. Raises BundleError."""
     layout, seed, x = graph.layout, graph.info.seed, graph.golden["x"]
     if "predict" not in graph.graphs:
-        raise BundleError("the bundle has no graph 'predict' to answer with adapted weights")
+        raise BundleError("the bundle has no graph 'predict', which answers with adapted weights")
     data = export_adapt(layout, rates=rates, groups=groups, seed=seed, embed=graph.graphs.get("embed", b""))
     network, y = build(layout).eval(), np.arange(len(x)) % len(layout.classes)
     info = AdaptInfo(groups, rates, _golden_lr(network, trees.only(layout.seeded(seed), MODEL_GROUPS), groups, x, y))

@@ -30,7 +30,7 @@ from edge_agent.http.tensors import OF_NUMPY
 
 FLEET, BUNDLE, REPORT = "plant", "plant.bundle", "report.html"
 ROUNDS_S = 1200.0
-REFUSED = "not personalized, what answered before goes on"
+REFUSED = "not personalized, the former model answers"
 ASKED = 3  # samples in a question for a person, and over HTTP
 TRAINING, LATE = 4, 2
 LEARNED = 0.6  # of the recording: the default of device.toml

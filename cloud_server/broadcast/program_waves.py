@@ -80,7 +80,7 @@ class ProgramWaves:
         except StateError as error:
             if storage.is_disk_error(error) and not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            return self._log(f"the update {serial[:32]} is not begun: {error}")
+            return self._log(f"the update {serial[:32]} did not begin: {error}")
         self._save(update_record.begun(plan), f"begun for {len(plan.devices)} devices")
 
     # Waves ------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class ProgramWaves:
         """(state, why) of a device that is under way."""
         device = self._ledger.device(name)
         if device is None or device.status != "enrolled":
-            return FAILED, "is not enrolled any more"
+            return FAILED, "is no longer enrolled"
         said: Mapping[str, Any] = device.capabilities.get("update") or {}
         if (said.get("serial"), said.get("attempt")) == (update.plan.serial, update.attempt):
             if said.get("st") == "running" and device.version == update.plan.version:

@@ -51,7 +51,7 @@ class LeftMessages:
             return False
         if device not in self._named:
             self._named.add(device)
-            self._log(f"{device} leaves messages at the broker: cleared ({topic})")
+            self._log(f"{device} left a retained message at the broker, which the aggregator deleted ({topic})")
         self._refused(device, f"a retained message: {topic}")
         self._clear(topic)
         return True
@@ -65,8 +65,8 @@ class LeftMessages:
         device, kind = topics.sender(self._fleet, topic)
         if device and kind != "dn" and not self._denied:
             self._denied = True
-            self._log("the broker does not let the aggregator clear what devices leave there: give it the present "
-                      "access list ('metafleet server config')")
+            self._log("the broker does not let the aggregator delete messages that devices left: give the broker the "
+                      "current access list ('metafleet server config')")
 
     def connected(self) -> None:
         """Subscribes again at the next ``tick``."""

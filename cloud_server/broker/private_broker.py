@@ -109,9 +109,9 @@ class BrokerSupervisor:
         self.broker.stop()
         try:
             self.broker = self._restart()
-            say(f"the private broker had ended; it was started again at {self.broker.url}")
+            say(f"the private broker ended, and was started again at {self.broker.url}")
         except (FleetError, OSError) as error:
-            say(f"the private broker has ended, and cannot be started again: {error}")
+            say(f"the private broker ended, and cannot be started again: {error}")
         self._next_restart_at = time.monotonic() + RESTART_S
 
     def reload(self) -> None:
@@ -305,7 +305,7 @@ def reserve(host: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise LinkError(f"cannot be listened on: {error.strerror}", where=f"{host}:{port}") from error
+            raise LinkError(f"cannot listen at this address: {error.strerror}", where=f"{host}:{port}") from error
         raise LinkError(
             "the port is in use",
             where=f"{host}:{port}",

@@ -121,7 +121,7 @@ class Publisher:
         """Publishes all chunks again, because a device misses some; at most every 30 s."""
         if self.idle and self._clock() - self._republished_at > REPUBLISH_S:
             self._republished_at = self._clock()
-            self._log("a device misses chunks at the broker: published again")
+            self._log("a device misses chunks at the broker: all are published again")
             for blob, data in self._blobs.values():
                 self._send(blob, data)
 
@@ -139,8 +139,8 @@ class Publisher:
 
     def _suspicion(self, lost: Mapping[str, bytes]) -> str:
         largest = max(map(len, lost.values()))
-        return (f"the broker takes and does not give back {', '.join(sorted(lost)[:3])}: it may deny them (access "
-                f"control), or drop messages of {largest} bytes (its size limit; link.chunk_bytes sets ours)")
+        return (f"the broker accepts {', '.join(sorted(lost)[:3])}, but does not send them back: it may deny them "
+                f"(access control), or drop messages of {largest} bytes (its size limit; link.chunk_bytes sets ours)")
 
     def _send_lost(self, lost: Mapping[str, bytes]) -> None:
         """Queues in this order: lost blobs, what was queued meanwhile, the lost manifest unless there is a newer one,

@@ -24,7 +24,7 @@ from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 
 NO_WINDOW = "leave --window and --stride out"
-HEAD = "# What is changed here holds from the next start of the server. Every key: docs/fleet.md of Metafleet."
+HEAD = "# The server reads this file when it starts. Every key: docs/fleet.md of Metafleet."
 
 
 def topic_name(folder: str) -> str:
@@ -50,7 +50,7 @@ def load_data(
         found = load_set(data)
         return pool(found.train, found.test), found.entry.input_spec
     if fit is not None and fit not in FITS:
-        raise DataError(f"'{fit[:40]}' is no way to fit images", where="--fit", expected=" or ".join(FITS))
+        raise DataError(f"'{fit[:40]}' is not a way to fit images", where="--fit", expected=" or ".join(FITS))
     pixels, how = resize.size_of(size, fit)
     sound_hz = 0 if window is not None and seconds is None else _sound_hz(Path(data), rate, seconds)
     samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds)
@@ -73,7 +73,7 @@ def _sound_hz(path: Path, rate: int | None, seconds: float | None) -> int:
     """The rate of a fleet that learns from sound: the given one, or the recordings'; 0 for other samples."""
     if rate is not None or (path.exists() and is_sound(path)):
         if rate is not None and rate < sound.LOWEST_HZ:
-            raise DataError(f"{rate} Hz is no rate of sound", where=str(path),
+            raise DataError(f"{rate} Hz is not a valid rate for sound", where=str(path),
                             expected=f"{sound.LOWEST_HZ} Hz or more", hint="the rate of readings goes with --window")
         return rate or rate_of(path)
     if seconds is not None:

@@ -63,7 +63,7 @@ def without_torch(method: Method) -> str:
     unchanged = "the fleet's model" if set(method.shared) >= set(MODEL_GROUPS) else "nothing"
     if trains(method) or steps_of(method, method.hyper()) is None:
         return unchanged
-    return f"tuned weights; {unchanged} where its steps are no graph"
+    return f"tuned weights; {unchanged} if its steps cannot become a graph"
 
 
 def transfer_text(method: Method, way: str) -> str:
@@ -121,8 +121,9 @@ def description(method: Method) -> str:
     lines = {
         "source": method.source, "down": transfer_text(method, "down"), "up": transfer_text(method, "up"),
         **({"in print": f"{paper[0]} models down, {paper[1]} up"} if paper else {}),
-        "codecs": "any" if method.cumulative else "fp32 alone: sums over samples, which a lossy one would spoil",
-        **({"a part": f"not trained alone: it {why}"} if (why := refusal(method)) else {}),
+        "codecs": "any" if method.cumulative else "fp32 only: it sends sums over samples, which a lossy codec would "
+                                                  "spoil",
+        **({"a part": f"it cannot train a part of the model: it {why}"} if (why := refusal(method)) else {}),
         "stays": ", ".join(stays(method)) or "nothing", "gradient": method.adaptation,
         "answers": f"{method.personalizer}; without torch: {without_torch(method)}",
     }

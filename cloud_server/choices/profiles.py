@@ -19,7 +19,8 @@ profiles_app = typer.Typer(help="The known boards.", invoke_without_command=True
 
 FOLDER = Annotated[
     Path | None,
-    typer.Option("--folder", metavar="DIR", help="Your own profiles, NAME.toml each; default: $METAFLEET_PROFILES."),
+    typer.Option("--folder", metavar="DIR", help="Folder of your own profiles, NAME.toml each; default: "
+                                                 "$METAFLEET_PROFILES."),
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 

@@ -27,11 +27,12 @@ backbone_app = typer.Typer(help="Frozen backbones: models that others trained, w
 BACKBONE = Annotated[str | None, typer.Option("--backbone", metavar="SOURCE", help="A frozen network before the model: "
                                               "FILE.onnx, a file of 'metafleet backbone make', timm:NAME, torchvision:"
                                               "NAME, or weights for --backbone-build.")]
-OUTPUT = Annotated[str | None, typer.Option("--backbone-output", metavar="NODE", help="The node of it whose values are "
-                                            "the features; default: its first output.")]
-BUILD = Annotated[str | None, typer.Option("--backbone-build", metavar="MODULE:FUNCTION", help="What builds it in "
-                                           "torch; then --backbone has its weights (safetensors or TorchScript).")]
-INT8 = Annotated[bool, typer.Option("--backbone-int8", help="Quantize it, calibrated with --data.")]
+OUTPUT = Annotated[str | None, typer.Option("--backbone-output", metavar="NODE", help="The node whose values are the "
+                                            "features; default: the backbone's first output.")]
+BUILD = Annotated[str | None, typer.Option("--backbone-build", metavar="MODULE:FUNCTION", help="The function that "
+                                           "builds the backbone in torch; --backbone then names its weights "
+                                           "(safetensors or TorchScript).")]
+INT8 = Annotated[bool, typer.Option("--backbone-int8", help="Quantize the backbone, calibrated with --data.")]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def applied(
     fleet's folder. Raises FleetError."""
     if wanted.source is None:
         if wanted.output or wanted.build or wanted.int8:
-            raise ConfigError("--backbone-output, --backbone-build and --backbone-int8 are of --backbone",
+            raise ConfigError("--backbone-output, --backbone-build and --backbone-int8 need --backbone",
                               hint="give --backbone")
         return samples, spec, None
     from fleet_core.backbone import backbone_file, features
@@ -101,7 +102,7 @@ def _made(source: str, weights: str | None, prepared: Preprocessing, output: str
             raise ConfigError("is a finished backbone, which has one output", where=source, hint="leave the output out")
         return backbone_file.read(path)
     if not path.is_file():
-        raise ConfigError("is no file", where=source,
+        raise ConfigError("is not a file", where=source,
                           expected="FILE.onnx, a file of 'metafleet backbone make', timm:NAME or torchvision:NAME")
     return from_onnx.from_onnx(path, prepared, output)
 
@@ -113,17 +114,18 @@ def make(
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="A new file, NAME.safetensors.")],
     weights: Annotated[Path | None, typer.Option(help="For MODULE:FUNCTION: a safetensors or TorchScript file.")]
     = None,
-    output: Annotated[str | None, typer.Option(metavar="NODE", help="Its values are the features; default: the first "
-                                               "output.")] = None,
-    shape: Annotated[str | None, typer.Option(metavar="N,N,N", help="Of a sample, where the source leaves it open.")]
+    output: Annotated[str | None, typer.Option(metavar="NODE", help="The node whose values are the features; default: "
+                                               "the first output.")] = None,
+    shape: Annotated[str | None, typer.Option(metavar="N,N,N", help="Shape of a sample, if the source leaves it open.")]
     = None,
-    dtype: Annotated[str | None, typer.Option(metavar="float32|uint8", help="Of samples; default: the source's.")]
+    dtype: Annotated[str | None, typer.Option(metavar="float32|uint8", help="Type of the samples; default: the "
+                                              "source's.")]
     = None,
-    scale: Annotated[float | None, typer.Option(help="Samples are multiplied by it; default 1/255 for bytes.")] = None,
-    mean: Annotated[str | None, typer.Option(metavar="X,X,X", help="Then subtracted, by channel.")] = None,
-    std: Annotated[str | None, typer.Option(metavar="X,X,X", help="Then divided by, by channel.")] = None,
-    int8: Annotated[Path | None, typer.Option("--int8", metavar="DATA", help="Quantize it, calibrated with these "
-                                              "samples.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Multiply samples by this; default: 1/255 for bytes.")] = None,
+    mean: Annotated[str | None, typer.Option(metavar="X,X,X", help="Then subtract these, by channel.")] = None,
+    std: Annotated[str | None, typer.Option(metavar="X,X,X", help="Then divide by these, by channel.")] = None,
+    int8: Annotated[Path | None, typer.Option("--int8", metavar="DATA", help="Quantize the backbone, calibrated with "
+                                              "these samples.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Make the file of a frozen backbone, for 'metafleet init --backbone' and for experiments."""
@@ -131,7 +133,7 @@ def make(
     from fleet_core.base import storage
 
     if to.exists() or to.suffix != ".safetensors":
-        raise ConfigError("exists already" if to.exists() else "is no name for it", where=str(to),
+        raise ConfigError("exists already" if to.exists() else "is not a backbone's file name", where=str(to),
                           expected="a new file, NAME.safetensors")
     if (Path(source) / "fleet.toml").exists():
         made = _of_fleet(Path(source))
@@ -176,7 +178,7 @@ def show(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A backbone's file, or an ONNX file.")],
     as_json: JSON = False,
 ) -> None:
-    """Show a backbone: input, features, size, speed here; of an ONNX file its nodes."""
+    """Show a backbone's input, features, size and speed on this machine, or the nodes of an ONNX file."""
     from fleet_core.backbone import backbone_file
     from fleet_core.base import storage
 

@@ -72,7 +72,7 @@ def verify(
     if as_json:
         return terminal.show(facts)
     print(f"{path}: sound; {_summary(facts)}")
-    torch = "compared with torch" if facts["torch"] else f"not compared with torch, which is not here ({EXTRA})"
+    torch = "compared with torch" if facts["torch"] else f"not compared with torch, which is not installed ({EXTRA})"
     print(f"golden outputs under onnxruntime {facts['onnxruntime']}; {torch}")
     key = bundle.manifest.key
     print(f"signed by the fleet's key {key[:16]}…" if bundle.signed else "not signed: devices take it with --unsigned")
@@ -99,7 +99,7 @@ def _signer(fleet: Fleet) -> Signer | None:
     damaged."""
     if (fleet.folder / "fleet.key").exists():
         return fleet.signer()
-    processes.say("not signed, for fleet.key is not here: devices take it with --unsigned")
+    processes.say("not signed, because fleet.key is not here: devices take it with --unsigned")
     return None
 
 

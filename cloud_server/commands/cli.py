@@ -100,10 +100,11 @@ def init(
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
     codec: CODEC = None,
     only: Annotated[list[str] | None, typer.Option("--train", metavar="PATTERN", help="Arrays that devices train and "
-                                                   "send, as 'head.*'; may be repeated; default: all.")] = None,
-    freeze: Annotated[str | None, typer.Option(metavar="never|auto", help="auto: arrays that hardly move are left out "
-                                               "of most rounds; default never.")] = None,
-    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default: by data.")]
+                                                   "send, such as 'head.*'; may be repeated; default: all.")] = None,
+    freeze: Annotated[str | None, typer.Option(metavar="never|auto", help="auto: most rounds leave out arrays that "
+                                               "hardly move; default: never.")] = None,
+    model: Annotated[str | None, typer.Option(help="A named model or package.module:build; default: depends on the "
+                                                   "data.")]
     = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Default 30.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Default 0.")] = None,
@@ -118,7 +119,8 @@ def init(
     backbone_output: backbones.OUTPUT = None,
     backbone_build: backbones.BUILD = None,
     backbone_int8: backbones.INT8 = False,
-    encrypt_keys: Annotated[bool, typer.Option("--encrypt-keys", help="Give the fleet's keys a passphrase.")] = False,
+    encrypt_keys: Annotated[bool, typer.Option("--encrypt-keys", help="Encrypt the fleet's keys with a "
+                                               "passphrase.")] = False,
 ) -> None:
     """Make a fleet: fleet.toml, keys, graph, first weights, ledger. Completes a folder that has a fleet.toml."""
     from cloud_server.choices import first_settings
@@ -212,7 +214,7 @@ def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method in full.")] = None,
     as_json: JSON = False,
 ) -> None:
-    """List the methods, or show one: what is sent, what stays, source, hyper-parameters."""
+    """List the methods, or show one: what devices send and keep, source, hyper-parameters."""
     from cloud_server.choices import method_catalogue
     from fleet_core.algorithms.methods.registry import METHODS
 
@@ -242,8 +244,8 @@ def codecs(as_json: JSON = False) -> None:
 def predict_command(
     fleet: FLEET,
     device: str,
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy array, .npz, .csv, .ndjson, image, .wav file or "
-                                            "folder of either; labels are ignored.")],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help=".npy, .npz, .csv, .ndjson, image or .wav file, or a "
+                                            "folder of images or sounds; labels are ignored.")],
     broker: BROKER_OPTION = None,
     plain: PLAIN = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 20.0,
@@ -281,9 +283,9 @@ def report(
     battery_wh: BATTERY = None,
     against: Annotated[Path | None, typer.Option("--against", metavar="FLEET|DIR", help="Also compare with this run.")]
     = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --against: print what differs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --against: print the differences.")] = False,
 ) -> None:
-    """Write one self-contained page: table, curves, bytes, joules, costs by device. It prints well, too."""
+    """Write one self-contained page: table, curves, bytes, joules, costs by device."""
     from cloud_server.reports.html_report import render
     from cloud_server.results import outcome, result
     from fleet_core.base import storage
@@ -316,7 +318,7 @@ def watch(fleet: FLEET) -> None:
 
 @app.command()
 def doctor(
-    fleet: Annotated[Path | None, typer.Argument(help="A fleet's folder, whose broker and disk are looked at.")] = None,
+    fleet: Annotated[Path | None, typer.Argument(help="A fleet's folder: also check its broker and disk.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Check this machine: packages, broker, ports, clock, firewall, disk. Exit code 1 if something is wrong."""

@@ -33,13 +33,14 @@ BATTERY = Annotated[float | None, typer.Option("--battery-wh", metavar="WH", min
 
 def costs(
     folder: RUN,
-    as_csv: Annotated[bool, typer.Option("--csv", help="One line for each device, absent figures empty.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one line for each device, absent figures "
+                                                       "empty.")] = False,
     as_json: JSON = False,
     tariff: TARIFF = None,
     per_month: PER_MONTH = None,
     battery_wh: BATTERY = None,
 ) -> None:
-    """Show the bill: bytes, operations and joules by device, cost against accuracy, and a month of it in money."""
+    """Show what a run cost: bytes, operations and joules by device, cost against accuracy, and the price of a month."""
     from cloud_server.results import outcome, result
 
     if as_csv and as_json:
@@ -47,13 +48,13 @@ def costs(
     chosen = pricing(folder, tariff, per_month, battery_wh)
     run = result.parse(outcome.of_run(folder))
     if not run.costs:
-        raise StateError("names no costs by device: no device is enrolled, or an older version wrote it",
+        raise StateError("has no costs by device: no device is enrolled, or an older version wrote it",
                          where=str(folder), expected="a fleet with devices")
     if as_json:
         return terminal.show(_facts(run, chosen))
     print(_csv(run, chosen) if as_csv else "\n\n".join(_blocks(run, chosen)), end="" if as_csv else "\n")
     if not as_csv and per_month is None:
-        processes.say("a month of it: --per-month ROUNDS_PER_DAY, with prices from tariff.toml (docs/costs.md)")
+        processes.say("the price of a month: --per-month ROUNDS_PER_DAY, with prices from tariff.toml (docs/costs.md)")
 
 
 def pricing(folder: Path, named: Path | None, per_month: float | None, battery_wh: float | None) -> Pricing:

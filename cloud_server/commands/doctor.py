@@ -113,9 +113,9 @@ def clock() -> Finding:
     if said == "yes":
         return Finding("clock", "ok", "synchronized")
     if said == "no":
-        return Finding("clock", "wrong", "not synchronized: devices refuse certificates and rounds of another time",
+        return Finding("clock", "wrong", "not synchronized: a device with another time refuses rounds",
                        "timedatectl set-ntp true")
-    return Finding("clock", "note", "nothing here says whether it is synchronized", "compare it with a device's: date")
+    return Finding("clock", "note", "not known to be synchronized", "compare it with a device's: date")
 
 
 def firewall(needed: Sequence[int], root: Path = Path("/")) -> Finding:
@@ -132,7 +132,7 @@ def firewall(needed: Sequence[int], root: Path = Path("/")) -> Finding:
         opened = " ".join(f"--add-port={port}" for port in ports)
         return Finding("firewall", "note", "firewalld is on",
                        f"sudo firewall-cmd --permanent {opened}; sudo firewall-cmd --reload")
-    return Finding("firewall", "ok", "neither ufw nor firewalld is on; other firewalls are not looked at")
+    return Finding("firewall", "ok", "neither ufw nor firewalld is on; other firewalls are not checked")
 
 
 def open_files() -> Finding:
@@ -157,7 +157,7 @@ def private_keys(folder: Path) -> Finding:
     if key_files.state(folder) == "encrypted":
         return Finding("keys", "ok", "encrypted")
     half = key_files.state(folder) == "partly"
-    found = "some are encrypted, some not" if half else "plain: who reads the folder or a backup can act as the fleet"
+    found = "some are encrypted, some not" if half else "plain: whoever reads the folder can act as the fleet"
     return Finding("keys", "wrong" if half else "note", found, f"metafleet server encrypt-keys {typed(folder)}")
 
 

@@ -21,10 +21,10 @@ def add_to(server_app: typer.Typer) -> None:
 
 def encrypt_keys(
     fleet: FLEET,
-    change: Annotated[bool, typer.Option("--change", help="Take another passphrase.")] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Write the keys plain again.")] = False,
+    change: Annotated[bool, typer.Option("--change", help="Change the passphrase.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Store the keys unencrypted again.")] = False,
 ) -> None:
-    """Give the fleet's keys a passphrase, which every command that signs then asks for."""
+    """Encrypt the fleet's keys with a passphrase. Every command that signs then asks for it."""
     from cloud_server.identity import audit_log
     from cloud_server.records import key_files
     from cloud_server.records.fleet_folder import Fleet
@@ -43,17 +43,18 @@ def encrypt_keys(
     audit_log.done(fleet, "encrypt keys", text=said)
     print(said)
     if not remove:
-        processes.say("whoever forgets the passphrase has lost the fleet; copies made before keep what they had")
+        processes.say("without the passphrase the fleet is lost; copies made before have their former passphrase, or "
+                      "none")
 
 
 def roll_key(
     fleet: FLEET,
     overlap: Annotated[str, typer.Option(help="How long devices accept both keys: 24h, 30d.")] = "30d",
-    cut: Annotated[bool, typer.Option("--cut", help="The old key is in other hands: it counts no more, at once. "
-                                                    "Devices that are off now need a token.")] = False,
+    cut: Annotated[bool, typer.Option("--cut", help="Reject the old key soon, because somebody else has it. Devices "
+                                                    "that are off now will need a new token.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Give the fleet another signing key, which devices follow to by themselves."""
+    """Replace the fleet's signing key. Devices switch to the new key by themselves."""
     from cloud_server.identity import audit_log
     from cloud_server.records import signing_keys
     from cloud_server.records.fleet_folder import Fleet
@@ -68,11 +69,12 @@ def roll_key(
         return terminal.show({"number": new.number, "old": key_id(new.old), "new": key_id(new.new), "until": new.until,
                               "cut": cut, "aggregator": "on" if running else "off"})
     when = "now" if running else "when the aggregator runs"
-    print(f"key {key_id(new.new)} follows {key_id(new.old)}: devices are told {when}")
+    print(f"key {key_id(new.new)} replaces {key_id(new.old)}: devices are told {when}")
     until = terminal.date(new.until)
-    processes.say(f"devices that are on follow until {until}; all others, and unused tokens, are cut off" if cut else
-                  f"devices accept both keys until {until}; who followed: metafleet server status")
-    processes.say("make a backup: one from before cannot speak to devices that have followed")
+    processes.say(f"devices that are on have until {until} to switch; all others, and unused tokens, are "
+                  "cut off" if cut else
+                  f"devices accept both keys until {until}; metafleet server status shows which have switched")
+    processes.say("make a new backup: devices that have switched do not accept an earlier one")
 
 
 def roll_authority(
@@ -81,7 +83,8 @@ def roll_authority(
                                                           "need it are cut off.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Give the fleet another authority; devices renew onto it, then the old one is dropped."""
+    """Replace the fleet's certificate authority. When all devices have renewed their certificates, the old one is
+    dropped."""
     from cloud_server.identity import announce_keys, audit_log, authorities, fleet_certificates
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
@@ -107,6 +110,7 @@ def roll_authority(
     when = "now" if running else "when the aggregator runs"
     if finish:
         print(f"the old authority is dropped {when}")
-        return processes.say(f"these need a new token: {', '.join(left)}" if left else "nobody needed it")
-    print(f"devices renew onto another authority {when}: {len(left)} need the old one")
-    processes.say("it is dropped when none does; who still does: metafleet server status. Make a backup then")
+        return processes.say(f"these need a new token: {', '.join(left)}" if left else "no device needed it")
+    print(f"devices get certificates of the new authority {when}: {len(left)} still need the old one")
+    processes.say("the old authority is dropped when no device needs it; metafleet server status shows which still do. "
+                  "Then make a backup")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from fleet_core.model.layout import InputSpec
 
 ENGINES, DEVICES = ("local", "ray"), ("auto", "cpu", "cuda")
-GOES_ON = "stopped; nothing is lost: the same command goes on"
+GOES_ON = "stopped; nothing is lost: the same command continues"
 
 
-TENSORBOARD = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each round's figures there, for "
-                                                 "TensorBoard.")]
+TENSORBOARD = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each round's figures to this folder, "
+                                                 "for TensorBoard.")]
 MLFLOW = Annotated[str | None, typer.Option(metavar="URI", help="Also send each round's figures to this MLflow "
                                             "tracking server.")]
 
@@ -40,23 +40,25 @@ WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, he
 STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from the start of one "
                                             "window to the next; default: the window's length.")]
 
-SIZE = Annotated[str | None, typer.Option("--size", metavar="PIXELS", help="Bring all images to this size: 64, or "
-                                          "96x64 for width by height.")]
-FIT = Annotated[str | None, typer.Option("--fit", metavar="letterbox|stretch|refuse", help="How images of another size "
-                                         "are fitted, on every device; default: letterbox with --size, else refuse.")]
+SIZE = Annotated[str | None, typer.Option("--size", metavar="PIXELS", help="Resize all images to this many pixels: 64, "
+                                          "or width by height: 96x64.")]
+FIT = Annotated[str | None, typer.Option("--fit", metavar="letterbox|stretch|refuse", help="How every device fits "
+                                         "images of another size; default: letterbox with --size, else refuse.")]
 
-RATE = Annotated[int | None, typer.Option("--rate", min=1, max=192_000, help="Samples of sound in a second, for the "
-                                          "fleet; default: the recordings' own, at most 16000. With --window: readings "
-                                          "in a second, to which devices resample their sensors.")]
+RATE = Annotated[int | None, typer.Option("--rate", min=1, max=192_000, help="The fleet's samples of sound per second; "
+                                          "default: the recordings' rate, at most 16000. With --window: readings per "
+                                          "second, to which devices resample their sensors.")]
 SECONDS = Annotated[float | None, typer.Option("--seconds", min=0.05, max=60, help="Length of a window of sound; "
                                                "default 1.")]
 
 
 def simulate(
-    experiment: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="See docs/laboratory.md.")],
+    experiment: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="The experiment's file: "
+                                               "docs/laboratory.md.")],
     out: Annotated[Path, typer.Option("--out", help="Folder of the runs; unfinished ones there are continued.")],
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides the file; may be repeated.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of the file; may be "
+                                       "repeated.")
     ] = None,
     engine: Annotated[str, typer.Option(help="local, or ray for a Ray cluster.")] = "local",
     jobs: Annotated[int, typer.Option(min=0, help="Total number of processes; 0: one for each core.")] = 0,
@@ -159,7 +161,7 @@ def _plan(
           f"{facts['novel_devices']} with novel classes; {facts['samples']} samples of {facts['classes']} classes; "
           f"model {facts['model']}, {facts['parameters']:,} parameters; {facts['rounds']} rounds at most")
     terminal.table([(one["run"], one["method"], one["hyper"], str(one["seed"]), one["state"]) for one in facts["runs"]],
-                   ("run", "method", "other than by default", "seed", "state"))
+                   ("run", "method", "settings", "seed", "state"))
 
 
 def _checked_plan(
@@ -205,13 +207,14 @@ def compare(
         typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy; may be repeated."),
     ] = None,
     target_of: Annotated[
-        str, typer.Option(metavar="FIGURE", help="The figure that targets are for, over the devices that train: "
+        str, typer.Option(metavar="FIGURE", help="The figure that must reach --target, over the devices that train: "
                                                  "accuracy (mean) or macro-f1 (pooled).")
     ] = "accuracy",
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Compute gains over this run; default: Per-FedAvg.")
     ] = None,
-    mixed: Annotated[bool, typer.Option("--mixed", help="Allow different data or models; they are marked.")] = False,
+    mixed: Annotated[bool, typer.Option("--mixed", help="Allow runs with different data or models, and mark "
+                                                        "them.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Compare runs with curves and tables: mean and spread over seeds, and the cost to reach an accuracy."""
@@ -285,7 +288,7 @@ def _advice_on(options: Options, folder: Path) -> Outcome:
             return advising.advise(options, folder, _simulator(stopped), cores=probe.cores(),
                                    say=processes.say)
         except Stopped:
-            processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
+            processes.say(f"stopped; nothing is lost: the same command with --out {folder} continues")
             raise KeyboardInterrupt from None
 
 
@@ -353,7 +356,7 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
     for remark in found.remarks:
         processes.say(f"note: {remark}")
     if found.chosen is None:
-        processes.say("no model could be tried: the shape of the samples decides")
+        processes.say("no model could be tried: the default for samples of this shape is used")
         return None
     terminal.table(found.rows(), model_trial.COLUMNS)
     print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")

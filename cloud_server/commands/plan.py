@@ -27,7 +27,8 @@ SAMPLE_LABELS = 50  # devices of an experiment whose rounds are counted
 
 
 def plan(
-    path: Annotated[Path, typer.Argument(metavar="FLEET|fleet.toml|EXPERIMENT.toml", help="What to plan.")],
+    path: Annotated[Path, typer.Argument(metavar="FLEET|fleet.toml|EXPERIMENT.toml", help="A fleet, or an experiment's "
+                                         "file.")],
     board: Annotated[str | None, typer.Option(help="A board profile or its file, for joules and computing time.")]
     = None,
     devices: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Devices that train; default: the enrolled "
@@ -36,7 +37,7 @@ def plan(
                                              "how large updates are; default: generated samples.")] = None,
     as_json: JSON = False,
 ) -> None:
-    """Plan bytes, operations, computing time and joules of a run before it starts."""
+    """Estimate the bytes, operations, computing time and joules of a run before it starts."""
     from cloud_server.laboratory.plan import planned_costs
     from cloud_server.laboratory.run import rehearsal
     from cloud_server.results import result

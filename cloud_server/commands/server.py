@@ -40,13 +40,13 @@ def start(
     connect_s: Annotated[float, typer.Option(help="Seconds to wait for the broker at the start.")] = 30.0,
     until_done: Annotated[bool, typer.Option("--until-done", help="Exit after the last round.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
-    console: Annotated[bool, typer.Option("--console", help="Also serve the fleet on a page, on this machine; see "
+    console: Annotated[bool, typer.Option("--console", help="Also show the fleet on a page, on this machine: "
                                                             "'metafleet console'.")] = False,
-    console_port: Annotated[int, typer.Option(min=0, max=65535, help="Of that page.")] = 8765,
+    console_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of that page.")] = 8765,
     tensorboard: TENSORBOARD = None,
     mlflow: MLFLOW = None,
 ) -> None:
-    """Run the aggregator; a stopped run is continued."""
+    """Run the aggregator, or continue a stopped run."""
     from cloud_server.integrations import tracking
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.model import graph_bundle
@@ -66,13 +66,14 @@ def server_install(
     broker: BROKER = None,
     host: Annotated[str | None, typer.Option(help="As for 'server start'.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="As for 'server start'.")] = None,
-    user: Annotated[bool, typer.Option("--user", help="A service of your own, without root.")] = False,
-    passphrase: Annotated[Path | None, typer.Option("--passphrase", metavar="FILE", help="Of the fleet's keys: the "
-                                                    "service gets it as a credential; .cred: by systemd-creds.")]
+    user: Annotated[bool, typer.Option("--user", help="Install a service of your user, without root.")] = False,
+    passphrase: Annotated[Path | None, typer.Option("--passphrase", metavar="FILE", help="File with the passphrase of "
+                                                    "the fleet's keys, which systemd gives the service as a "
+                                                    "credential; NAME.cred: encrypted by systemd-creds.")]
     = None,
     printed: Annotated[bool, typer.Option("--print", help="Print the unit; install nothing.")] = False,
 ) -> None:
-    """Run the aggregator as a systemd service: installs, enables and starts it."""
+    """Install the aggregator as a systemd service, enable it and start it."""
     from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.running import systemd_service
@@ -96,8 +97,10 @@ def server_config(
     host: Annotated[list[str] | None, typer.Option(help="A name or address by which devices reach the broker; may be "
                                                         "repeated, devices use the first one.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default 8883.")] = None,
-    enrolment_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port for tokens; default 8884.")] = None,
-    at: Annotated[str, typer.Option(help="Folder in which the broker will find these files; default: this one.")] = "",
+    enrolment_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port for devices with a token; default "
+                                                       "8884.")] = None,
+    at: Annotated[str, typer.Option(help="Folder of these files on the broker's machine; default: where they are "
+                                         "written.")] = "",
 ) -> None:
     """Write the files that mosquitto needs as this fleet's broker: configuration, access lists, certificates."""
     from cloud_server.broker.mosquitto_config import ENROLMENT_PORT, PORT, BrokerSetup
@@ -114,7 +117,7 @@ def server_config(
     audit_log.done(fleet, "configure broker", text=", ".join(hosts))
     print(path)
     processes.say(
-        f"devices find the broker at {setup.url}; all that it needs is in {path.parent}, server.key is secret"
+        f"devices find the broker at {setup.url}; its files are in {path.parent}; keep server.key secret"
     )
 
 
@@ -139,10 +142,10 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 def show_alerts(
     fleet: FLEET,
     test: Annotated[bool, typer.Option("--test", help="Send a test message to the command and the webhook.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="While no aggregator runs, send alerts.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Send alerts while no aggregator runs.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Show what in the fleet needs a person now; [alerts] in fleet.toml says where messages go."""
+    """Show what needs the operator now; [alerts] in fleet.toml says where alerts are sent."""
     from cloud_server.integrations import alert_senders, alerts
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
@@ -168,14 +171,15 @@ def show_alerts(
     for one in found:
         print(f"{one.kind}: {one.text}")
     if not found:
-        processes.say("nothing needs a person")
+        processes.say("nothing needs the operator")
 
 
 @server_app.command("rounds")
 def rounds(
     fleet: FLEET,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Each round's codecs, frozen arrays, epsilon, refused updates, and why.")
+        bool, typer.Option("--explain", help="Also show each round's codecs, frozen arrays, epsilon and refused "
+                                             "updates, with the reasons.")
     ] = False,
     as_json: JSON = False,
 ) -> None:
@@ -236,10 +240,10 @@ def rounds(
 @server_app.command("backup")
 def server_backup(
     fleet: FLEET,
-    to: Annotated[Path, typer.Option("--to", help="The folder to make.")],
+    to: Annotated[Path, typer.Option("--to", help="The new folder.")],
     as_json: JSON = False,
 ) -> None:
-    """Copy the fleet's folder, also while the aggregator runs; the copy is a complete fleet's folder."""
+    """Copy the fleet's folder, also while the aggregator runs. The copy is a complete fleet."""
     from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.running.backup import backup
@@ -250,17 +254,19 @@ def server_backup(
     if as_json:
         return terminal.show({"folder": str(to), "rounds_closed": closed})
     print(to)
-    processes.say(f"{closed} of {made.config.fleet.rounds} rounds closed; the fleet's keys are in it: keep it secret")
+    processes.say(f"{closed} of {made.config.fleet.rounds} rounds closed; the copy has the fleet's keys: keep it "
+                  "secret")
 
 
 @server_app.command("roll-back")
 def roll_back(
     fleet: FLEET,
-    to: Annotated[int | None, typer.Option("--to", help="The round; by default the last but one.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Show the rounds that it can go back to.")] = False,
+    to: Annotated[int | None, typer.Option("--to", help="The round of the model; default: the second newest in "
+                                                        "--list.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the rounds whose models are kept.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Go on training from an earlier served model, after the open round."""
+    """Continue training from an earlier served model, once the open round is closed."""
     from cloud_server.devices import roll_back as back
     from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
@@ -276,12 +282,12 @@ def roll_back(
     if as_json:
         return terminal.show({"to": target, "running": made.running()})
     when = "after the open round" if made.running() else "when the aggregator runs"
-    print(f"training goes on from the model of round {target} {when}")
+    print(f"training continues from the model of round {target} {when}")
 
 
 @server_app.command("pause")
 def pause(fleet: FLEET, as_json: JSON = False) -> None:
-    """Open no further round; the open one is still completed."""
+    """Open no further round. The open round is still completed."""
     _pause(fleet, True, as_json)
 
 

@@ -49,7 +49,7 @@ def application() -> typer.Typer:
 
     @made.callback()
     def _options(
-        version: bool = typer.Option(False, "--version", help="Print the version and leave.", callback=told,
+        version: bool = typer.Option(False, "--version", help="Print the version and exit.", callback=told,
                                      is_eager=True),
         verbose: bool = typer.Option(False, "--verbose", help="Print the traceback of an error."),
     ) -> None:

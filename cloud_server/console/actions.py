@@ -37,7 +37,7 @@ def do(folder: Path, action: str, given: dict[str, Any], by: str) -> str:
     fleet, name = Fleet.load(folder), given.get("device", "")
     if action in ("revoke", "token"):
         if not isinstance(name, str):
-            raise ConfigError("is no name", where="device")
+            raise ConfigError("is not a name", where="device")
         topics.check_name(name, "device")
     else:
         name = ""
@@ -63,9 +63,9 @@ def flash(folder: Path, waves: WaveFlash, given: dict[str, Any], by: str) -> str
     further wave. Writes the audit log's second line when flashing has ended. Raises FleetError."""
     sizes, most = given.get("waves", ""), given.get("most_failures", 0)
     if not isinstance(sizes, str):
-        raise ConfigError("is no list of waves", where="waves", expected="numbers of devices: 1,5,20")
+        raise ConfigError("is not a list of waves", where="waves", expected="numbers of devices: 1,5,20")
     if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= MOST_FAILURES:
-        raise ConfigError("is no number of failures", where="most_failures", expected=f"0 to {MOST_FAILURES}")
+        raise ConfigError("is not a number of failures", where="most_failures", expected=f"0 to {MOST_FAILURES}")
     return waves.begin(sizes, most, lambda: audit_log.recorded(folder, by, "flash"))
 
 
@@ -79,11 +79,11 @@ def stop_flash(folder: Path, waves: WaveFlash, by: str) -> str:
 def _token(fleet: Fleet, name: str, hours: Any) -> str:
     """The token stays on this machine: whoever has it can join the fleet, and the browser may be on another machine."""
     if not isinstance(hours, int) or isinstance(hours, bool) or not HOURS[0] <= hours <= HOURS[1]:
-        raise ConfigError("is no number of hours", where="hours", expected=f"{HOURS[0]} to {HOURS[1]}")
+        raise ConfigError("is not a number of hours", where="hours", expected=f"{HOURS[0]} to {HOURS[1]}")
     path = fleet.folder / TOKENS / f"{name}-{secrets.token_hex(3)}.token"
     url = devices.broker_for_token(None, fleet)
     made = token_enrolment.issue_token(fleet, name, path, url, hours * 3600.0)
-    return (f"{path} written, on the operator's machine: good once, until {terminal.date(made.expires)}; next, on the "
+    return (f"{path} written, on the operator's machine: valid once, until {terminal.date(made.expires)}; next, on the "
             f"device: edge-agent enroll {typed(path.name)} --home HOME")
 
 
@@ -111,7 +111,7 @@ def samples_of(folder: Path, given: dict[str, Any]) -> np.ndarray[Any, Any]:
         return _of_values(given["values"], spec)
     suffix = Path(str(given.get("name", ""))[-200:]).suffix.lower()
     if suffix not in SUFFIXES or not isinstance(given.get("file"), str):
-        raise DataError("is no file of samples", where="name", expected=", ".join(SUFFIXES))
+        raise DataError("is not a file of samples", where="name", expected=", ".join(SUFFIXES))
     try:
         data = base64.b64decode(given["file"], validate=True)
     except ValueError as error:

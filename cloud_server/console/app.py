@@ -162,7 +162,7 @@ async def _json(request: Request, limit: int) -> dict[str, Any]:
 
 def _number(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) >= MOST_ROUND:
-        raise HTTPException(404, "is no round")
+        raise HTTPException(404, "is not a round")
     return int(text)
 
 

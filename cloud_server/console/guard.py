@@ -105,11 +105,11 @@ class Guard:
         """(status, reason), or None."""
         hosts, path, name = headers.getlist("host"), scope["path"], name_shown(scope)
         if len(hosts) != 1 or not is_ours(hosts[0], self._names):
-            return 421, "this console is not reached by that name; metafleet console --name NAME allows one"
+            return 421, "this console has another host name; metafleet console --name NAME adds one"
         if name and name not in OPERATORS:
-            return 403, f"the certificate of '{name[:64]}' is no operator's: one of operators/ is needed"
+            return 403, f"the certificate of '{name[:64]}' is not an operator's: use one of operators/"
         if scope["method"] not in ("GET", "HEAD") and headers.getlist("origin") != [f"{scope['scheme']}://{hosts[0]}"]:
-            return 403, "what changes something has to come from the console's own page"
+            return 403, "requests that change something must come from the console's own page"
         if not (path in OPEN or path.startswith(OPEN_BELOW) or self._tokens.allow(headers, name)):
             return 401, "the console's token is needed"
         return None

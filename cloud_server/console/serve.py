@@ -61,7 +61,7 @@ def check(address: Address) -> None:
         if path is not None and not path.is_file():
             raise ConfigError("there is no such file", where=str(path))
     if not (is_loopback(address.host) or address.certificate or address.plain):
-        raise ConfigError("the console would be plain HTTP beyond this machine, and its token readable on the way",
+        raise ConfigError("over plain HTTP beyond this machine, others can read the console's token",
                           where=f"--host {address.host}",
                           hint="--certificate and --key, an SSH tunnel (ssh -L), or --plain in a network you trust")
 
@@ -157,7 +157,7 @@ def _socket(address: Address) -> socket.socket:
             raise
     except OSError as error:
         raise LinkError(f"cannot listen: {error.strerror or error}", where=f"{address.host}:{address.port}",
-                        hint="--port names another one, 0 any that is free") from error
+                        hint="choose another --port; 0 takes any free one") from error
     return made
 
 

@@ -55,7 +55,7 @@ class MqttWatch:
         if not self._link.connected:
             return f"the broker does not answer here: {self._problem}"
         if presence is None or presence.boot == self._boot:
-            return "the device was not heard of on the broker since its restart" + self._problem
+            return "the broker has heard nothing from the device since its restart" + self._problem
         if presence.st != "on":
             return "the device has left the broker again"
         return "" if presence.ver == version else f"the device says that it is version {presence.ver or 'unknown'}"

@@ -80,7 +80,8 @@ def _ledger(fleet: Fleet) -> Ledger:
 
 @devices_app.command("list")
 def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
-    """List every device that was ever seen or has an unused token; "pending" is what the aggregator still has to do."""
+    """List every device that was ever seen or has an unused token. "pending": requests that the aggregator has not
+    carried out yet."""
     from cloud_server.records.fleet_folder import Fleet
 
     made = Fleet.load(fleet)
@@ -98,7 +99,7 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
 
 
 def _moved(facts: dict[str, Any]) -> str:
-    return "what it sees has moved" if (facts["capabilities"] or {}).get("moved") else ""
+    return "drift" if (facts["capabilities"] or {}).get("moved") else ""
 
 
 @devices_app.command("show")
@@ -209,7 +210,8 @@ def devices_enroll(
     name: str,
     to: Annotated[Path | None, typer.Option("--to", help="Folder for an agent on this machine; with an mqtts:// "
                                                          "broker the token is written there.")] = None,
-    token_path: Annotated[Path | None, typer.Option("--token", metavar="FILE", help="Default: NAME.token.")] = None,
+    token_path: Annotated[Path | None, typer.Option("--token", metavar="FILE", help="The token's file; default: "
+                                                    "NAME.token.")] = None,
     valid: Annotated[str, typer.Option(help="How long the token is valid: 30m, 24h, 7d.")] = "24h",
     broker: BROKER_OPTION = None,
     plain: PLAIN = False,
@@ -219,7 +221,7 @@ def devices_enroll(
                                                   "password, which nobody else can read.")] = None,
     as_json: JSON = False,
 ) -> None:
-    """Enrol a device: write a one-time token, or a folder to run an agent in on this machine."""
+    """Enrol a device: write a one-time token, or a folder for an agent on this machine."""
     from cloud_server.identity import audit_log, device_folder, token_enrolment
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.link.broker_password import BrokerLogin
@@ -241,9 +243,9 @@ def devices_enroll(
     if as_json:
         facts = {"device": name, "file": str(path), "token": issued.id, "expires_at": issued.expires, "broker": url}
         return terminal.show(facts)
-    print(f"{path} written: good once, until {terminal.date(issued.expires)}")
+    print(f"{path} written: valid once, until {terminal.date(issued.expires)}")
     command = f"edge-agent run --home {typed(to)}" if to is not None else f"edge-agent enroll {path.name} --home HOME"
-    processes.say(f"next, on the device: {command}; the aggregator has to be running")
+    processes.say(f"next, on the device: {command}, while the aggregator runs")
 
 
 def _enrol_without_token(
@@ -326,7 +328,7 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
 
 def revoked_text(name: str, running: bool) -> str:
     """What happens after ``revoke``. running: whether the aggregator runs."""
-    return f"{name} leaves now" if running else f"{name} leaves when the aggregator runs"
+    return f"{name} is revoked now" if running else f"{name} is revoked when the aggregator runs"
 
 
 # Quarantine -----------------------------------------------------------------------------------------------------------
@@ -336,7 +338,7 @@ def revoked_text(name: str, running: bool) -> str:
 def devices_quarantine(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     """Ask a device for no updates, until it is released; it stays enrolled. Methods with duals restart them from zero.
     """
-    _ask(fleet, name, "quarantine", f"{name} is asked for no updates", as_json)
+    _ask(fleet, name, "quarantine", f"{name} is quarantined", as_json)
 
 
 @devices_app.command("release")

@@ -50,10 +50,11 @@ def flash(
     inventory: Annotated[Path | None, typer.Option("--all", metavar="INVENTORY.toml", help="Flash all devices of a "
                                                    "file over SSH, several at a time.")] = None,
     jobs: Annotated[int, typer.Option(min=1, max=24, help="With --all: how many devices at a time.")] = 4,
-    waves: Annotated[str, typer.Option(metavar="N,N,…", help="With --all: this many devices first, then this many, the "
-                                       "last number again and again; a wave begins when the one before is back.")] = "",
-    most_failures: Annotated[int, typer.Option(min=0, help="With --waves: no further wave begins when more have "
-                                               "failed.")] = 0,
+    waves: Annotated[str, typer.Option(metavar="N,N,…", help="With --all: how many devices each wave has; the last "
+                                       "number repeats. A wave begins when the devices of the one before are "
+                                       "back.")] = "",
+    most_failures: Annotated[int, typer.Option(min=0, help="With --waves: begin no further wave when more devices than "
+                                               "this have failed.")] = 0,
     accept_host_key: Annotated[str | None, typer.Option(metavar="FINGERPRINT", help="Over SSH: accept this host key, "
                                                         "SHA256:..., if the host is not known yet.")] = None,
     ssh_config: Annotated[Path | None, typer.Option(metavar="FILE", help="Over SSH: use this file instead of "

@@ -109,7 +109,7 @@ class WaveFlash(Show):
     # In threads -------------------------------------------------------------------------------------------------------
 
     def _run(self, entries: tuple[Entry, ...], waves: Waves, recorded: Recorded, begun: Future[None]) -> None:
-        outcome, text = "failed", "it ended by an error of the console"
+        outcome, text = "failed", "an error of the console ended it"
         try:
             with recorded() as said:
                 begun.set_result(None)

@@ -96,8 +96,8 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     for name, why in facts.get("quarantined", {}).items():
         yield f"{name} is quarantined: {why}; to ask it again: metafleet devices release {typed(fleet)} {name}"
     if "moved" in facts:
-        yield (f"what they see has moved away from what they were personalized on: "
-               f"{', '.join(shortened(facts['moved']))}; label some samples there: edge-agent samples add")
+        yield (f"drift on {', '.join(shortened(facts['moved']))}: their samples have moved away from those that they "
+               "were personalized on; label some samples there: edge-agent samples add")
     if facts["off"]:
         yield (f"off since they took part: {', '.join(shortened(facts['off']))}; one that never comes back biases the "
                f"model: metafleet devices revoke {typed(fleet)} NAME")
@@ -109,11 +109,11 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     if "key" in facts and (facts["key"]["behind"] or not facts["key"]["signs"]):
         key = facts["key"]
         yield (f"the fleet's key {key['id']} {'signs' if key['signs'] else 'is announced'}: {key['followed']} devices "
-               f"have followed, {len(key['behind'])} have not ({', '.join(shortened(key['behind']))}); the one before "
-               f"{'is cut' if key['cut'] else 'counts until ' + terminal.date(key['until'])}")
+               f"have switched, {len(key['behind'])} have not ({', '.join(shortened(key['behind']))}); the old key "
+               f"{'is cut' if key['cut'] else 'is valid until ' + terminal.date(key['until'])}")
     if "old_authority" in facts:
         names = facts["old_authority"]
-        yield (f"the authority is changed: {len(names)} devices still need the old one"
+        yield (f"the fleet has a new authority: {len(names)} devices still need the old one"
                + (f": {', '.join(shortened(names))}" if names else ""))
     if facts["keys"] != "plain":
         yield "the fleet's keys are " + ("encrypted" if facts["keys"] == "encrypted" else

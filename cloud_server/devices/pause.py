@@ -57,7 +57,7 @@ def sentence(answer: Answer, fleet: Fleet) -> str:
 def _until_resumed(answer: Answer, fleet: Fleet) -> str:
     until = f"until 'metafleet server resume {typed(fleet.folder)}'"
     if answer.finished:
-        return f"all {answer.rounds} rounds are done; should fleet.rounds be raised, no new round opens {until}"
+        return f"all {answer.rounds} rounds are done; if you raise fleet.rounds, no new round opens {until}"
     if not answer.running:
         return f"the aggregator is not running; after its next start it opens no new round {until}"
     if answer.open_round is not None:

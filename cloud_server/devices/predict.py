@@ -56,7 +56,7 @@ def ask(
 
 def why_off(fleet: Fleet, device: Device) -> str:
     """Why the device may not answer, from the fleet's folder; empty if it should."""
-    said = [f"when last heard of, {terminal.date(device.last_seen)}, it was off"] if device.state == "off" else []
+    said = [f"it was off when last heard of, at {terminal.date(device.last_seen)}"] if device.state == "off" else []
     if not fleet.running():
         said.append(f"the aggregator is not running: metafleet server start {typed(fleet.folder)}")
     return "; ".join(said)

@@ -14,12 +14,12 @@ from fleet_core.base.errors import ConfigError, FlashError
 if TYPE_CHECKING:
     from firmware_profiles.package.program_cache import Cache
 
-programs_app = typer.Typer(help="The agent programs for boards that flashing keeps.", invoke_without_command=True)
+programs_app = typer.Typer(help="The agent programs that earlier flashes built.", invoke_without_command=True)
 
 
 @programs_app.callback()
 def programs(context: typer.Context, as_json: JSON = False) -> None:
-    """List the agent programs that flashing keeps: the newest few of each Python and architecture."""
+    """List the agent programs that earlier flashes built: the newest few of each Python and architecture."""
     if context.invoked_subcommand is not None:
         return
     from firmware_profiles.package import program
@@ -45,7 +45,7 @@ def clear(as_json: JSON = False) -> None:
 
 
 @programs_app.command("sbom")
-def show_bill(version: Annotated[str, typer.Argument(help="As 'metafleet programs' lists it.")]) -> None:
+def show_bill(version: Annotated[str, typer.Argument(help="A version that 'metafleet programs' lists.")]) -> None:
     """Print a program's bill of materials: CycloneDX, JSON. Flashed devices have it as sbom.cdx.json."""
     from firmware_profiles.package import program
 

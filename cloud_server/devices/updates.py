@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 updates_app = typer.Typer(help="Programs that devices fetch themselves.", no_args_is_help=True)
 
-DEVICE_FILE = Annotated[Path, typer.Argument(metavar="DEVICE.toml", help="A device file, as for 'metafleet flash': its "
-                                             "board, system and wheels are those of the program.")]
+DEVICE_FILE = Annotated[Path, typer.Argument(metavar="DEVICE.toml", help="A device file, as for 'metafleet flash': the "
+                                             "program is for its board and system, with its wheels.")]
 KEPT = 3
 """Number of packages that are kept in the fleet's folder."""
 
@@ -36,17 +36,18 @@ KEPT = 3
 def start(
     fleet: FLEET,
     device_file: DEVICE_FILE,
-    devices: Annotated[list[str] | None, typer.Option("--device", metavar="NAME", help="This device; may be repeated. "
-                                                      "Default: all for which the program is.")] = None,
-    waves: Annotated[str, typer.Option(metavar="N,N,…", help="This many devices first, then this many, the last number "
-                                       "again and again; a wave begins when the one before has ended.")] = "",
-    most_failures: Annotated[int, typer.Option(min=0, help="No further wave begins when more have failed.")] = 0,
+    devices: Annotated[list[str] | None, typer.Option("--device", metavar="NAME", help="Update this device; may be "
+                                                      "repeated. Default: all that need the program.")] = None,
+    waves: Annotated[str, typer.Option(metavar="N,N,…", help="How many devices each wave has; the last number repeats. "
+                                       "A wave begins when the one before has ended.")] = "",
+    most_failures: Annotated[int, typer.Option(min=0, help="Begin no further wave when more devices than this have "
+                                                           "failed.")] = 0,
     within: Annotated[str, typer.Option(help="How long a wave may take: 30m, 24h, 7d.")] = "24h",
     url: Annotated[str, typer.Option(metavar="HTTPS", help="Devices fetch the program from this address, on a plain "
                                      "file server, instead of from the broker.")] = "",
     as_json: JSON = False,
 ) -> None:
-    """Sign the program that this fleet's devices of a kind are to run, and announce it to them, wave by wave."""
+    """Sign a program for this fleet's devices of one kind, and announce it to them in waves."""
     from cloud_server.identity import audit_log
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records import update_record
@@ -59,7 +60,8 @@ def start(
     made = Fleet.load(fleet)
     sizes, within_s = sizes_of(waves, "--waves"), seconds_of(within, "--within")
     if url and not url.startswith("https://"):
-        raise ConfigError("is no https address", where=f"--url {url[:200]}", hint="a device checks the server's name")
+        raise ConfigError("is not an https address", where=f"--url {url[:200]}",
+                          hint="a device checks the server's name")
     with Ledger(made.ledger_path, create=False) as ledger:
         _check_none_runs(made, ledger)
         package = package_of(device_file, made)
@@ -79,13 +81,13 @@ def start(
     if url:
         processes.say(f"devices will look for {folder / program_statement.ARCHIVE} at {url}")
     if not made.running():
-        processes.say(f"it begins with the aggregator: metafleet server start {typed(fleet)}")
-    processes.say(f"how far it is: metafleet updates status {typed(fleet)}")
+        processes.say(f"it begins when the aggregator runs: metafleet server start {typed(fleet)}")
+    processes.say(f"its progress: metafleet updates status {typed(fleet)}")
 
 
 @updates_app.command("status")
 def status(fleet: FLEET, as_json: JSON = False) -> None:
-    """Show how far the fleet's last update is: its waves, and each device with the reason if it failed."""
+    """Show the progress of the fleet's last update: its waves, its devices, and why a device failed."""
     from cloud_server.records import update_record
     from cloud_server.records.fleet_folder import Fleet
 
@@ -103,7 +105,7 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
 
 @updates_app.command("resume")
 def resume(fleet: FLEET) -> None:
-    """Go on with an update that was halted or aborted: once more for the devices that do not run it."""
+    """Continue a halted or aborted update with the devices that do not run it yet."""
     _asked(fleet, "resume")
 
 
@@ -118,9 +120,10 @@ def save(
     fleet: FLEET,
     device_file: DEVICE_FILE,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
-    older: Annotated[bool, typer.Option("--older", help="Devices take it even if they have had a newer one.")] = False,
+    older: Annotated[bool, typer.Option("--older", help="Let devices install it even if they have had a newer "
+                                                        "one.")] = False,
 ) -> None:
-    """Write the signed program as files: for a plain file server, or for an artifact of Mender."""
+    """Write the signed program as files, for a plain file server or a Mender artifact."""
     from cloud_server.identity import audit_log
     from cloud_server.records.fleet_folder import Fleet
     from firmware_profiles.pulled import update_package
@@ -187,7 +190,7 @@ def ask(fleet: Fleet, what: str) -> str:
                           where=str(fleet.folder), expected=" or ".join(states))
     with Ledger(fleet.ledger_path, create=False) as ledger:
         ledger.request("update", f"{what} {time.time()}")
-    return f"{update.plan.version}: {what} was asked for"
+    return f"{update.plan.version}: {what} requested"
 
 
 def _asked(folder: Path, what: str) -> None:
@@ -211,7 +214,7 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
     told = ", ".join(f"{len(facts[st])} {st}" for st in ("done", "going", "waiting", "failed") if facts[st])
     yield f"update {facts['version']} is {facts['st']}{': ' if facts['why'] else ''}{facts['why']}; {told}"
     if facts["st"] in ("halted", "aborted"):
-        yield f"to go on with those that do not run it: metafleet updates resume {typed(fleet)}"
+        yield f"to continue with the devices that do not run it: metafleet updates resume {typed(fleet)}"
 
 
 def facts(update: Update) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class AnnouncedKeys:
         self._trusted = found
         dropped = before[0] not in found
         self._log("the fleet's old authority is dropped" if dropped else
-                  "the fleet gets another authority: devices renew their certificates")
+                  "the fleet has a new authority: devices renew their certificates")
         self._audit.done("drop authority" if dropped else "trust authority", text=(before[0] if dropped else found[-1]))
         setup = fleet_certificates.saved_setup(self._fleet.folder)
         if setup is not None:

@@ -123,7 +123,7 @@ def append(folder: Path, entry: dict[str, Any], *, durable: bool = True) -> None
                 os.fsync(handle)
     except OSError as error:
         raise StateError(f"cannot be written: {error.strerror or error}", where=str(folder / FILE),
-                         hint="nothing is done on the console that is not in the audit log") from error
+                         hint="the console does nothing that it cannot write to the audit log") from error
 
 
 def _end_of_full(folder: Path) -> str:
@@ -160,7 +160,8 @@ def _last_line(handle: int, size: int) -> bytes:
         if b"\n" in body or block >= size:
             return body.rpartition(b"\n")[2]
         if block > LARGEST_BYTES:
-            raise StateError("has a line that is none of ours", where=FILE, expected=f"at most {LARGEST_BYTES} bytes",
+            raise StateError("has a line that Metafleet did not write", where=FILE,
+                             expected=f"at most {LARGEST_BYTES} bytes",
                              hint="move the file away; a new one is begun")
         block *= 2
 
@@ -219,7 +220,7 @@ def _end_lines(path: Path) -> list[bytes]:
 def sentence(entry: dict[str, Any]) -> str:
     """An action in words."""
     what = " ".join(filter(None, (str(entry.get("action", "")), str(entry.get("device", "")))))
-    outcome = {"done": "", "failed": " failed"}.get(str(entry.get("outcome", "")), " was asked for; its end is unknown")
+    outcome = {"done": "", "failed": " failed"}.get(str(entry.get("outcome", "")), " was requested; outcome unknown")
     text = f": {entry['text']}" if entry.get("text") else ""
     via = ", ".join(filter(None, (str(entry.get("via", CONSOLE)), str(entry.get("by", "")))))
     return f"{what}{outcome}{text} ({via})"
@@ -283,10 +284,10 @@ def check(folder: Path, *, since: str = "", most: int = 1000) -> Checked:
 def _wrong(entry: dict[str, Any], head: str) -> str:
     """What is wrong with a line after the one with the hash ``head``; empty if it follows."""
     if "previous" not in entry:
-        return "has no hash of the line before: it was changed or put in"
+        return "has no hash of the line before: it was changed or inserted"
     if entry["previous"] == head:
         return ""
-    return "does not follow the line before: one of them was changed, or lines between them were removed or put in"
+    return "does not follow the line before: one of them was changed, or lines between them were removed or inserted"
 
 
 def _lines(folder: Path, found: Checked) -> Iterator[bytes]:

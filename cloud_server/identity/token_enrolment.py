@@ -196,7 +196,8 @@ def enrolment_url(fleet: Fleet, broker: str) -> str:
         return fleet.config.link.enrolment
     setup, named = fleet_certificates.saved_setup(fleet.folder), parse_url(broker)
     if named.path:
-        raise ConfigError("a broker over WebSockets has no next port for tokens", where=broker,
+        raise ConfigError("with a broker over WebSockets, devices with a token need an address of their own",
+                          where=broker,
                           hint='enrolment = "wss://host[:port]/path" or "mqtts://host:port" under [link] in fleet.toml')
     if setup is not None and named.port == setup.port:
         return address(named.host, setup.enrolment_port)

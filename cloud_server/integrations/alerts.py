@@ -135,7 +135,8 @@ def present(fleet: Fleet, ledger: Ledger, section: AlertsSection, now: float) ->
 def _disk(folder: Path, section: AlertsSection) -> Iterator[Alert]:
     free = shutil.disk_usage(folder).free / 2**20
     if free < section.disk_mib:
-        yield Alert("disk", f"the disk of {folder} has {free:.0f} MiB left, and [alerts] wants {section.disk_mib:g}")
+        yield Alert("disk", f"the disk of {folder} has {free:.0f} MiB left, fewer than [alerts] asks for: "
+                            f"{section.disk_mib:g}")
 
 
 def _certificates(
@@ -179,7 +180,7 @@ def _refused(ledger: Ledger, enrolled: dict[str, Device]) -> Iterator[Alert]:
     refused = {name: row.reason for name, row in sorted(last.items()) if name in enrolled and row.status == "refused"}
     if refused:
         reasons = shortened([f"{name} ({reason})" for name, reason in refused.items()])
-        yield Alert("refused", f"the last update was refused of {', '.join(reasons)}", tuple(refused))
+        yield Alert("refused", f"these devices' last updates were refused: {', '.join(reasons)}", tuple(refused))
 
 
 def _update(folder: Path) -> Iterator[Alert]:
@@ -193,8 +194,8 @@ def _update(folder: Path) -> Iterator[Alert]:
 def _drift(enrolled: dict[str, Device]) -> Iterator[Alert]:
     moved = tuple(sorted(name for name, device in enrolled.items() if device.capabilities.get("moved")))
     if moved:
-        yield Alert("drift", f"what {count_text(len(moved), 'device')} see has moved away from what they were "
-                             f"personalized on: {', '.join(shortened(moved))}", moved)
+        yield Alert("drift", f"the samples of {count_text(len(moved), 'device')} have moved away from those that they "
+                             f"were personalized on: {', '.join(shortened(moved))}", moved)
 
 
 def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:

@@ -147,7 +147,7 @@ def serve(fleet: Fleet, host: str, port: int) -> tuple[int, Callable[[], None]]:
     try:
         server, thread = start_http_server(port, host, registry(fleet))
     except OSError as error:
-        raise LinkError(f"cannot be listened on: {error.strerror}", where=f"{host}:{port}",
+        raise LinkError(f"cannot listen at this address: {error.strerror}", where=f"{host}:{port}",
                         hint="choose another --port") from error
 
     def end() -> None:

@@ -247,7 +247,7 @@ class Members:
         with self._ledger.transaction(durable=stopped):
             if stopped:
                 self.count_leave()
-                self._log(f"{name} does not train any more")
+                self._log(f"{name} no longer trains")
             self._put(self._described(self._row(name), presence))
         known.state, known.phase = intern(presence.st), intern(presence.ph)
         known.lost = presence.st == "off" and not presence.ver  # a last will does not name a version

@@ -47,6 +47,7 @@ class TrainingStates:
 
     def _unlike(self, name: str, after: UpdateRef, closed: int, begin: int) -> str:
         if after != NO_UPDATE and after.id != self._ledger.counted(name, after.round):
-            return f"learned in round {after.round} what this ledger did not count: the fleet's folder is an older one"
+            return (f"has an update of round {after.round} that this ledger did not count: the fleet's folder is an "
+                    "older one")
         since = range(max(after.round + 1, begin), closed + 1) if self._members.has_taken_part(name) else ()
         return "lost its training state" if any(self._ledger.counted(name, number) for number in since) else ""

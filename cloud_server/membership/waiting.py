@@ -50,7 +50,7 @@ class Places:
         self._asked = opened.number, asked | {*chosen}
         self._rounds.replace_cohort(opened.number, tuple(sorted([*kept, *chosen, *gone[len(chosen) :]])))
         told = ", ".join(shortened(gone)), ", ".join(shortened(chosen))
-        self._log(f"round {opened.number}: no update comes from {told[0]}; asked as well: {told[1]}")
+        self._log(f"round {opened.number}: no update will come from {told[0]}; asked instead: {told[1]}")
         return True
 
     def _expected(self, opened: OpenRound, name: str) -> bool:

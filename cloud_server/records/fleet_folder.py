@@ -107,7 +107,7 @@ class Fleet:
         """Sentences about what users may not expect: what the method sends, and which settings it overrides."""
         if not self.method.received:
             nothing = len(payloads.encode("fp32", {}))
-            text = f"a device fetches a model of {nothing} bytes once, and sends as many a round"
+            text = f"a device fetches a model of {nothing} bytes once, and sends as many in each round"
             return [f"{self.method.name} shares nothing: {text}"]
         section = self.config.robust
         rules = robust.remark(section, self.method), privacy.remark(self.config.privacy, section.rule)
@@ -120,8 +120,8 @@ class Fleet:
                     "the broker during the round; it goes whole and as fp32, whatever codec the link has for models"]
         if "prototypes" not in self.method.shared:
             return []
-        return [f"{self.method.name} sends every device's class means and their counts: they leave it by this method's "
-                "design, and tell about its samples"]
+        return [f"{self.method.name} sends every device's class means and their counts, which reveal something about "
+                "its samples"]
 
     def _overridden_settings(self) -> list[str]:
         name, link, steps = self.method.name, self.config.link, self.hyper.local_steps
@@ -187,7 +187,7 @@ class Fleet:
         if wrong:
             raise StateError(
                 f"is the graph of another model: {', '.join(wrong)} differ from fleet.toml", where=str(path),
-                hint="make the fleet anew in an empty folder: a fleet keeps its model",
+                hint="make a new fleet in an empty folder: a fleet keeps its model",
             )
 
     def backbone_bytes(self) -> bytes | None:

@@ -175,7 +175,7 @@ def _in_file(name: str | None) -> str | None:
     try:
         return storage.read_bytes(path, limit=MOST).decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise StateError("is no text", where=str(path), expected="a passphrase in UTF-8") from error
+        raise StateError("is not text", where=str(path), expected="a passphrase in UTF-8") from error
 
 
 def _asked(prompt: str, where: str) -> str:
@@ -213,7 +213,7 @@ def _opened(sealed: Sealed, key: bytes, path: Path) -> bytes:
         return AESGCM(key).decrypt(bytes.fromhex(sealed.nonce), bytes.fromhex(sealed.data), magic)
     except InvalidTag as error:
         if path.name == SEAL:
-            raise StateError("the passphrase is wrong", where=str(path.parent), hint="or the file keys.seal is of "
-                             "another passphrase") from error
+            raise StateError("the passphrase is wrong", where=str(path.parent),
+                             hint="or keys.seal belongs to another passphrase") from error
         raise StateError("is sealed for another keys.seal, or damaged", where=str(path),
                          hint="put keys.seal and the keys back from one backup") from error

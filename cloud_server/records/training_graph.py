@@ -27,6 +27,6 @@ def read(fleet: Fleet, layout: Layout) -> bytes | None:
     try:
         info = train_graph.unpack(data, layout).info
     except BundleError as error:
-        hint = f"delete it, then 'metafleet init {typed(fleet.folder)}' makes it anew"
+        hint = f"delete it, then 'metafleet init {typed(fleet.folder)}' makes it again"
         raise StateError(error.what, where=str(path), expected=error.expected, hint=hint) from error
     return None if info.refuses(fleet.method.adaptation, fleet.hyper) else data

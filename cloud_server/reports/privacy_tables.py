@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cloud_server.ledger.ledger_tables import RoundPrivacy
 from cloud_server.results.result import RoundFigures
 
-NOTE = "Epsilon bounds what a device's updates tell of its samples, for whoever sees what is noised; docs/privacy.md"
+NOTE = "Epsilon bounds what the noised values reveal about a device's samples; docs/privacy.md"
 
 Rows = list[tuple[str, ...]]
 

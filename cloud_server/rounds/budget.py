@@ -119,7 +119,7 @@ class Budget:
                 key = f"{where}.{name}"
                 if closed and getattr(limits, name) is not None and name not in used and key not in self._unknown:
                     self._unknown.add(key)
-                    self._log(f"warning: {key} cannot be kept: no device has reported {name} so far")
+                    self._log(f"warning: {key} cannot be enforced: no device has reported {name} so far")
 
     def needed_from(self) -> int:
         """The first round that counts against the limits of the day; without limits, a number that no round reaches."""

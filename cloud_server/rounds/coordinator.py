@@ -287,7 +287,7 @@ class Coordinator:
         """Handles a damaged update in the spool: reopening the round drops the update and asks for it again."""
         if disk_errors.is_disk_error(error):
             raise error
-        self._log(f"round {self.checkpoint.round + 1} is taken up again: {error}")
+        self._log(f"round {self.checkpoint.round + 1} is continued: {error}")
         self._rounds.open = None
 
     def _sum(self, opened: OpenRound) -> None:

@@ -60,7 +60,7 @@ class RollBacks:
             return self._log(f"training does not go back to round {to}: {error}")
         self._served.serve(self._rule.checkpoint, last=last)
         self._ledger.set_facts(**{FACT: json.dumps({"from": number, "to": to, "why": why})})
-        self._log(f"training goes on from the model of round {to}: {why}")
+        self._log(f"training continues from the model of round {to}: {why}")
 
     def _worse_model(self) -> tuple[int, str] | None:
         """(round to go back to, why), or None; determined once after evaluations arrived. A model that training was

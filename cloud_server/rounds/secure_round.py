@@ -189,7 +189,7 @@ class SecureRounds:
         names = aggregation.order(collector.there)
         lacking = [name for name in names if name not in opened.received]
         if lacking:
-            raise MessageError(f"the masked update of {lacking[0]} was taken away while the sum was unmasked")
+            raise MessageError(f"the masked update of {lacking[0]} was dropped while the sum was unmasked")
         total = collector.total(self._masked(opened, names)) * 2.0**collector.session.rules.exponent
         part = self._layout.part(opened.arrays.moving)
         whole = part.ordered(storage.unflatten(vector.divided(total, part.shapes(self._groups))))

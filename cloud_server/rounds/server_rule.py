@@ -53,7 +53,7 @@ class RuleState:
             raise ConfigError(
                 f"fleet.method is {name}, and {number} rounds here are {theirs}'s",
                 where=str(fleet.folder / "fleet.toml"),
-                hint=f'put back method = "{theirs}", or make a fleet anew in an empty folder',
+                hint=f'put back method = "{theirs}", or make a new fleet in an empty folder',
             )
         return replace(found, facts={**found.facts, "method": name})
 
@@ -80,7 +80,8 @@ class RuleState:
             facts = {**facts, "members": str(members), "leaves": str(self._members.leaves)}
             if state.dual_epoch != self.checkpoint.state.dual_epoch:
                 facts["epoch_start"] = str(self.checkpoint.round + 1)
-                self._log("every device's dual starts again from zero: one that took part has left, or lost its state")
+                self._log("every device's dual starts again from zero: a device that took part has left, or lost its "
+                          "state")
             self.checkpoint = replace(self.checkpoint, state=state, facts=facts)
             self._checkpoints.save(self.checkpoint)
             return state

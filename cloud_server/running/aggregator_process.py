@@ -130,7 +130,7 @@ def log_broker(broker: Broker, log: Callable[[str], None]) -> None:
     """Logs which broker runs, and how to install mosquitto if the embedded broker runs instead."""
     log(f"broker: {broker.kind} at {broker.url}")
     if broker.hint:
-        log(f"hint: this is the embedded broker, for a first try; mosquitto is the one to run: {broker.hint}")
+        log(f"hint: the embedded broker is for a first try; for a real fleet use mosquitto: {broker.hint}")
 
 
 def serve(
@@ -157,7 +157,7 @@ def serve(
         ledger.check()
         with contextlib.suppress(StateError):  # the disk is too full for a copy, or another process reads
             if ledger.shrink():
-                log("the ledger gave the room of folded rounds back to the disk")
+                log("the ledger freed the disk space of folded rounds")
         last_closed = max([r.round for r in ledger.rounds("closed")], default=-1)
         view = LiveView(fleet.config.fleet.rounds, after_round=last_closed)
         with contextlib.nullcontext() if quiet else view:
@@ -314,7 +314,7 @@ def _say_access_changed(fleet: Fleet) -> None:
 
 def _say_authorities_changed(fleet: Fleet) -> None:
     processes.say(f"hint: the broker's certificate and authorities in {fleet.folder / 'mosquitto'} have changed: copy "
-                  "that folder to the broker and start it anew: a reload is not enough")
+                  "that folder to the broker and restart it: a reload is not enough")
 
 
 if __name__ == "__main__":

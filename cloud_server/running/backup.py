@@ -103,4 +103,5 @@ def _copy_state(fleet: Fleet, to: Path) -> int:
         if int(checkpoint.facts(to / "state" / name).get("leaves", "0")) <= leaves:
             return closed
     raise StateError("changes faster than it can be copied", where=str(fleet.folder),
-                     hint="metafleet server pause, repeat this command, metafleet server resume, also for the copy")
+                     hint="run metafleet server pause, this command, then metafleet server resume for the fleet and "
+                          "for the copy")

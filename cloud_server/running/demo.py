@@ -47,7 +47,7 @@ def run(
         try:
             outcome, table = _run(options, folder, broker, stopped, console)
         except _Stopped:
-            processes.say(f"stopped; nothing is lost: the same command with --out {folder} goes on")
+            processes.say(f"stopped; nothing is lost: the same command with --out {folder} continues")
             raise KeyboardInterrupt from None
     show(table)
     return outcome

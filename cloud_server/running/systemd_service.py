@@ -71,7 +71,7 @@ def service_of(
     secret = () if passphrase is None else (str(passphrase.resolve()),)
     for word in (*command, str(folder), *secret):
         if any(c.isspace() or c in '%"\'\\$' for c in word):
-            raise ConfigError("a unit file cannot name it as it is", where=word,
+            raise ConfigError("a unit file cannot contain this path", where=word,
                               hint="a folder without spaces, quotes and %")
     account = "" if user else f"User={_owner(folder)}\n"
     text = UNIT.format(fleet=fleet.config.fleet.name, account=account, parent=folder.parent, folder=folder,
@@ -104,7 +104,7 @@ def install(service: Service) -> None:
     if systemctl is None:
         raise ConfigError("there is no systemctl on this machine", hint="--print shows the unit")
     if not service.user and os.geteuid() != 0:
-        raise ConfigError("a service of the system needs root", where=str(service.path),
+        raise ConfigError("installing a system service needs root", where=str(service.path),
                           hint="sudo, or --user for a service of your own")
     service.path.parent.mkdir(parents=True, exist_ok=True)
     storage.write_atomic(service.path, service.text.encode())

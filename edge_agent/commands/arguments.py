@@ -107,7 +107,7 @@ def within(kind: Callable[[str], Number], least: float, most: float | None = Non
             value = None
         if value is None or not least <= value <= (value if most is None else most):
             whole = "whole " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"'{text}' is no {whole}number {between}")
+            raise argparse.ArgumentTypeError(f"'{text}' is not a {whole}number {between}")
         return value
 
     return number

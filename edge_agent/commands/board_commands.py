@@ -23,12 +23,12 @@ def declare(root: Parser) -> None:
     one = energy.command("calibrate", "Write your own meter's figures to device.toml; they replace the profile's.",
                          calibrate)
     one.add_argument("--meter-watts", metavar=("IDLE", "BUSY"), nargs=2, type=float,
-                     help="a meter's readings at the input: idle, and with all cores busy")
+                     help="a meter's readings of the board's input: idle, and with all cores busy")
     one.add_argument("--radio-j-per-byte", metavar="J", type=float,
-                     help="joules of a byte sent or received, above idle: your own figure")
+                     help="joules per byte sent or received, above idle")
     home(one)
-    one = root.command("doctor", "Compare the board with its profile, show what the agent will do, and what is wrong "
-                       "(exit code 1).", doctor)
+    one = root.command("doctor", "Compare the board with its profile, show what the agent will do and what is wrong "
+                       "(then exit code 1).", doctor)
     home(one)
     profile(one)
     one.add_argument("--run", action="store_true", help="also run torch and onnxruntime once, each in a process")

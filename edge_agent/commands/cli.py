@@ -12,13 +12,13 @@ from fleet_core import __version__
 from fleet_core.base import processes, terminal
 from fleet_core.board.device_settings import WAYS, settings_of
 
-INPUT = ".npy array, .npz, .csv, .ndjson, image, .wav file or folder of either; labels in it are ignored"
+INPUT = ".npy, .npz, .csv, .ndjson, image or .wav file, or a folder of images or sounds; labels are ignored"
 
 
 def parser() -> Parser:
     """All commands with their options."""
     root = Parser("edge-agent", "The agent on a device: trains, personalizes and answers; the data stays here.")
-    root.add_argument("--version", action="version", version=__version__, help="print the version and leave")
+    root.add_argument("--version", action="version", version=__version__, help="print the version and exit")
     root.add_argument("--verbose", action="store_true", help="print the traceback of an error")
     _connected(root)
     _local(root)
@@ -53,7 +53,7 @@ def _connected(root: Parser) -> None:
     one.add_argument("--port", type=within(int, 0, 65535),
                      help="default: device.toml's, or 8080; 0 for any free port")
     one.add_argument("--open", action="store_true",
-                     help="beyond this machine, answer everyone over plain HTTP, without a token")
+                     help="also beyond this machine, answer everyone over plain HTTP, without a token")
 
 
 def _local(root: Parser) -> None:
@@ -85,7 +85,8 @@ def _local(root: Parser) -> None:
     one = root.command("review", "Show stored samples without a label, least certain first, and take their labels.",
                        review)
     home(one)
-    one.add_argument("--limit", metavar="N", type=within(int, 1), default=20, help="at most so many; default: 20")
+    one.add_argument("--limit", metavar="N", type=within(int, 1), default=20, help="number of samples at most; "
+                     "default: 20")
     one.add_argument("--id", metavar="ID", help="label this sample, and ask for nothing")
     one.add_argument("--label", help="its class")
     one.add_argument("--new-class", action="store_true",
@@ -94,10 +95,11 @@ def _local(root: Parser) -> None:
     one = root.command("sources", "Show the sensors whose readings become samples, and what they gave.", sources)
     home(one)
     one.add_argument("--try", dest="seconds", metavar="SECONDS", type=within(float, 0.1, 3600),
-                     help="open each for so long, store nothing, and show what comes; exit code 1 if it is no use")
+                     help="read each sensor for this time, store nothing, and show the readings; exit code 1 if they "
+                          "cannot be used")
     json(one)
-    one = root.command("verify", "Check that the fleet's key has signed the program that is installed here, and that "
-                       "every file of it is as it was signed.", verify)
+    one = root.command("verify", "Check that the fleet's key signed the program installed here, and that none of its "
+                       "files has changed.", verify)
     one.add_argument("path", metavar="PATH", type=Path, nargs="?", default=Path("/opt/metafleet/current"),
                      help="a program's folder, or a signed file, whose text is printed; default: the one that runs")
     one.add_argument("--key", metavar="FILE", type=Path, default=Path("/etc/metafleet/fleet.pub"),

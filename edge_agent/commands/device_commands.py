@@ -62,8 +62,8 @@ def _source_facts(home: Path, settings: Settings) -> dict[str, Any]:
 def _drift_text(found: dict[str, Any]) -> str:
     if not found["moved_at"]:
         return f"none in {found['answered']} answers"
-    return (f"what it sees has moved, noticed after {found['moved_at']} answers, {terminal.date(found['since'])}: "
-            "label some samples (edge-agent samples add), then edge-agent personalize")
+    return (f"noticed after {found['moved_at']} answers, {terminal.date(found['since'])}: label some samples "
+            "(edge-agent samples add), then edge-agent personalize")
 
 
 def _personalization_facts(slots: Slots, settings: Settings) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _auto_text(auto: Mapping[str, Any]) -> str:
     """What ``auto`` chose and by which figures, as a sentence. auto: a ``Choice`` as plain values."""
     judged = sorted(auto["judged"].items(), key=lambda item: -item[1]["accuracy"])
     if not judged:
-        return f"kept {auto['way']}: too few labelled samples to compare ways ({auto['samples']} could be judged)"
+        return f"kept {auto['way']}: too few labelled samples to compare ways ({auto['samples']} could be evaluated)"
     figures = ", ".join(f"{way} {one['accuracy']:.3f}" for way, one in judged)
     return f"chose {auto['way']} by cross-validated accuracy on {auto['samples']} of its own samples: {figures}"
 

@@ -157,7 +157,7 @@ def _failure(program: str) -> str:
         return f"did not end within {PROBE_S} s"
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
-        return f"dies of {name}" + (": this processor lacks instructions that it uses" if name == "SIGILL" else "")
+        return f"is ended by {name}" + (": this processor lacks instructions that it uses" if name == "SIGILL" else "")
     lines = done.stderr.strip().splitlines()
     return f"does not run: {lines[-1][:200] if lines else done.returncode}" if done.returncode else ""
 

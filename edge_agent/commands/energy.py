@@ -68,7 +68,8 @@ def read_all(
 def calibrate(home: Path, idle_w: float, busy_w: float) -> None:
     """Writes the user's watts to device.toml and leaves its other lines as they are. Raises ConfigError."""
     if not 0 <= idle_w <= busy_w < 100_000:
-        raise ConfigError(f"{idle_w:g} {busy_w:g} are no watts", where="--meter-watts", expected="0 ≤ IDLE ≤ BUSY")
+        raise ConfigError(f"{idle_w:g} {busy_w:g} are not valid watts", where="--meter-watts",
+                          expected="0 ≤ IDLE ≤ BUSY")
     path = _edit(home, "power", {"idle_w": float(idle_w), "busy_w": float(busy_w)})
     print(f"{path}: {idle_w:g} W idle, {busy_w:g} W busy, from your meter, in place of the table's")
 
@@ -76,7 +77,8 @@ def calibrate(home: Path, idle_w: float, busy_w: float) -> None:
 def calibrate_radio(home: Path, j_per_byte: float) -> None:
     """As ``calibrate``, for the joules of a byte sent or received. Raises ConfigError."""
     if not 0 <= j_per_byte <= 1:
-        raise ConfigError(f"{j_per_byte:g} are no joules of a byte", where="--radio-j-per-byte", expected="0 to 1")
+        raise ConfigError(f"{j_per_byte:g} is not a valid number of joules per byte", where="--radio-j-per-byte",
+                          expected="0 to 1")
     path = _edit(home, "radio", {"j_per_byte": float(j_per_byte)})
     print(f"{path}: {j_per_byte:g} J per byte, from your meter, in place of the default for the kind of link")
 

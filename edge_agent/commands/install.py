@@ -84,7 +84,7 @@ def _settings(manifest: Manifest, home: Path, name: str | None) -> Settings:
 
 def _new_device(manifest: Manifest, name: str) -> Settings:
     if not re.fullmatch(NAME, name):
-        raise ConfigError(f"'{name[:80]}' is no name for a device", expected=NAME, hint="--name")
+        raise ConfigError(f"'{name[:80]}' is not a valid device name", expected=NAME, hint="--name")
     table = {"name": name, "fleet": manifest.fleet, "key": manifest.key}
     settings, problems = schema.read(Settings, {"device": table})
     if settings is None:
@@ -119,7 +119,7 @@ def _switched(bundle: Bundle, passed: Passed, home: Path, settings: Settings) ->
         model = bundle.manifest.model
         with slots.writing():
             slots.point(replace(pointer, rolled_back=RolledBack(model.id, model.round, why)))
-        raise StateError(f"{why}: what answered before goes on", where=str(home), hint=WORSE_BY)
+        raise StateError(f"{why}: the device keeps its former model", where=str(home), hint=WORSE_BY)
     return Installed(bundle, passed, personalized, left, *(None if h is None else h[1] for h in (before, after)))
 
 

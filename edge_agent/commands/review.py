@@ -57,7 +57,8 @@ def _ask(device: Device, found: list[UnlabelledSample], new_class: bool) -> None
                 else:
                     labelled += 1
                     break
-    print(f"\n{labelled} labelled" + ("; they count after: edge-agent personalize" if labelled else ""))
+    print(f"\n{labelled} labelled" + ("; the next personalization learns them: edge-agent "
+                                      "personalize" if labelled else ""))
 
 
 def likely(one: UnlabelledSample) -> str:

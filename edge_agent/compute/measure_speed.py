@@ -82,7 +82,7 @@ def read(home: Path) -> Speed | None:
     try:
         speed, problems = schema.read(Speed, json.loads(storage.read_bytes(path, limit=1 << 16)), unknown="ignore")
     except ValueError as error:
-        raise StateError(f"is no JSON: {error}", where=str(path), hint="edge-agent doctor --measure") from error
+        raise StateError(f"is not JSON: {error}", where=str(path), hint="edge-agent doctor --measure") from error
     if speed is None or not speed.matmul:
         raise StateError(f"is damaged: {'; '.join(map(str, problems))}", where=str(path),
                          hint="edge-agent doctor --measure")

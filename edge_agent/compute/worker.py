@@ -118,7 +118,7 @@ class Child:
             write_frame(_stream(self._start().stdin), {"kind": job.kind, **job.header}, {})
         except OSError as error:
             self._end_child()
-            self._failure = f"the {self._name} process does not take the job: {error.strerror or error}"
+            self._failure = f"the {self._name} process did not take the job: {error.strerror or error}"
 
     def poll(self) -> Done | None:
         """The finished job's result, or None. If the child died or its answer is malformed, a result with an error."""
@@ -131,7 +131,7 @@ class Child:
             frame = parse_frame(self._buffer)
         except (FleetError, ValueError) as error:
             self._end_child()
-            return self._done({}, error=f"the {self._name} process answered nonsense: {error}")
+            return self._done({}, error=f"the {self._name} process sent a malformed answer: {error}")
         if frame is not None:
             header, arrays, used = frame
             del self._buffer[:used]

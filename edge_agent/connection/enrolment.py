@@ -126,7 +126,7 @@ def _request_certificate(
     finally:
         link.close()
     raise LinkError(f"not enrolled within {limit_s:g} s: {problem}", where=token.enrolment,
-                    hint="is the aggregator running? the token stays good until its date")
+                    hint="is the aggregator running? the token stays valid until its date")
 
 
 def _problem(event: Event) -> str:

@@ -177,4 +177,4 @@ def _read(path: Path) -> Stored:
     try:
         return Stored(path.name[:24], float(metadata["time"]), np.array(arrays["x"]))
     except (KeyError, ValueError) as error:
-        raise StateError("is no stored sample", where=str(path)) from error
+        raise StateError("is not a stored sample", where=str(path)) from error

@@ -54,8 +54,8 @@ def check_installed(folder: Path, verifier: Verifier) -> Statement:
 def refused(path: Path, error: MessageError) -> FlashError:
     """The error of a file that the fleet's key has not signed, with what to do."""
     return FlashError(f"the program is refused: it {error.what}", where=str(path), expected=error.expected,
-                      hint=f"flash it from the folder of the fleet that this device belongs to; if the fleet has a new "
-                           f"key and the agent has not followed, remove {FLEET_KEY} on the device first")
+                      hint="flash it from the folder of the fleet that this device belongs to; if the fleet has a new "
+                           f"key and the agent has not switched to it, remove {FLEET_KEY} on the device first")
 
 
 def sha256_of(path: Path) -> str:

@@ -126,7 +126,7 @@ def body_length(head: Head, limit: int) -> int:
             raise Refused(411, "the header 'Content-Length' is missing")
         return 0
     if not re.fullmatch("[0-9]{1,18}", headers["content-length"]):
-        raise Refused(400, "the header 'Content-Length' is no number")
+        raise Refused(400, "the header 'Content-Length' is not a number")
     length = int(headers["content-length"])
     if length > limit:
         raise Refused(413, f"{length} bytes are over the limit of {limit}")

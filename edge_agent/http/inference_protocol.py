@@ -196,7 +196,7 @@ class InferenceProtocol:
 
     def _check_version(self, version: str | None, number: int) -> None:
         if version not in (None, str(number)):
-            raise Refused(404, f"there is no version '{version[:100]}', expected '{number}', the round that answers")
+            raise Refused(404, f"there is no version '{version[:100]}', expected '{number}', the round of the model")
 
     # Answer -----------------------------------------------------------------------------------------------------------
 
@@ -276,9 +276,9 @@ def _split(request: Request) -> tuple[dict[str, Any], memoryview]:
     try:
         parsed = json.loads(bytes(request.body[:length]), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"the request is no JSON: {str(error)[:200]}") from error
+        raise MessageError(f"the request is not JSON: {str(error)[:200]}") from error
     if not isinstance(parsed, dict):
-        raise MessageError("the request is no JSON object")
+        raise MessageError("the request is not a JSON object")
     return parsed, memoryview(request.body)[length:]
 
 

@@ -103,7 +103,7 @@ def start(home: Path, settings: Settings, service: Service, log: Callable[[str],
         log(f"a client needs the token in {home / (address.token or TOKEN)}"
             + (f", and trusts {home / (address.certificate or CERTIFICATE)}" if access.tls else ""))
     elif not is_loopback(address.host):
-        log("open to everyone: whoever reaches this port may ask, and add labelled samples")
+        log("open to everyone: whoever reaches this port can ask for answers and add labelled samples")
     return server
 
 
@@ -138,7 +138,7 @@ def serve(home: Path, settings: Settings, *, stopped: Callable[[], bool], log: C
     server = start(home, settings, service, log)
     try:
         if service.answering is None:
-            log("there is nothing to answer with yet: 'edge-agent run' brings it")
+            log("there is no model yet: 'edge-agent run' fetches it")
         while not stopped():
             time.sleep(CHECK_S)
             follower.check()

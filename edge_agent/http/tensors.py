@@ -54,7 +54,7 @@ def parameters_of(holder: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        raise MessageError("'parameters' is no object", where=where)
+        raise MessageError("'parameters' is not an object", where=where)
     for name, extension in ABSENT.items():
         if name in parameters:
             raise MessageError(f"'{name}' is of the {extension} extension, which is not supported", where=where)
@@ -139,7 +139,7 @@ def _from_json(data: Any, shape: tuple[int, ...], datatype: str, where: str) -> 
     values = _flat(data, shape, where)
     accepted: dict[str, set[type]] = {"BYTES": {str}, "FP32": {int, float}}
     if not set(map(type, values)) <= accepted.get(datatype, {int}):
-        raise MessageError(f"its 'data' holds a value that is no {datatype}", where=where)
+        raise MessageError(f"its 'data' holds a value that is not {datatype}", where=where)
     if datatype == "BYTES":
         return values
     dtype = np.dtype(NUMPY[datatype])

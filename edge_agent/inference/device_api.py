@@ -184,7 +184,7 @@ class Device:
         try:
             given = np.asarray(x)
         except ValueError as error:
-            raise DataError(f"is no array: {error}", expected=expected) from error
+            raise DataError(f"is not an array: {error}", expected=expected) from error
         sample = given if given.shape == tuple(spec.shape) else prepared(given[None], spec)[0]
         if sample.shape != tuple(spec.shape) or not np.can_cast(sample.dtype, spec.dtype, "same_kind"):
             raise DataError(

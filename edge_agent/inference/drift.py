@@ -102,7 +102,7 @@ def read(folder: Path) -> Watched | None:
     """What is stored in a device's folder; None if there is nothing, or it is damaged."""
     try:
         data = storage.read_bytes(folder / FILE, limit=MAX_BYTES)
-        return schema.stored(Watched, data, folder / FILE, "it is made anew", unknown="ignore")
+        return schema.stored(Watched, data, folder / FILE, "it is made again", unknown="ignore")
     except StateError:
         return None
 
@@ -126,7 +126,7 @@ def personalize_again(service: Service, tried: int, log: Callable[[str], None]) 
         if added == tried or personal is None or personal.settings.get("added") == added:
             return tried
         done = relearn.personalize(service)
-        log(f"what this device sees has moved: personalized again, with {added} added samples, by {done.how}")
+        log(f"drift: personalized again, with {added} added samples, by {done.how}")
     except FleetError as error:
-        log(f"what this device sees has moved, and it is not personalized again: {error}")
+        log(f"drift, but this device is not personalized again: {error}")
     return added

@@ -182,5 +182,5 @@ def _why_impossible(by: str, method: Method, graph: Graph) -> str:
     if by == "adapt" and trains(method):
         return f"{method.name} makes a device's model by training in rounds"
     if by == "none" and not answers_unpersonalized(method, graph):
-        return f"the groups that {method.name} shares are no complete model"
+        return f"the groups that {method.name} shares are not a complete model"
     return ""

@@ -37,7 +37,7 @@ class WorseModel(StateError):
     def __init__(self, why: str):
         self.why = why
         hint = f"'edge-agent samples list' shows the samples that it is made from; {WORSE_BY}"
-        super().__init__(f"not personalized, what answered before goes on: {why}", hint=hint)
+        super().__init__(f"not personalized, the former model answers: {why}", hint=hint)
 
 
 class Evaluator:

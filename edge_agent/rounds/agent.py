@@ -168,7 +168,7 @@ class Agent:
         try:
             self.service.follow()
         except FleetError as error:
-            self._log(f"what another process put on the disk is not taken up: {error}")
+            self._log(f"the model that another process stored is not used: {error}")
 
     def _try_again(self) -> None:
         """Repeats what failed on the disk, which can be written again."""
@@ -338,9 +338,9 @@ class Agent:
         moved = self.service.drift.moved_at
         if moved != self._told_moved:
             self._told_moved = moved
-            self._log(f"what this device sees has moved away from what it was personalized on, noticed after {moved} "
-                      "answers: label some samples (edge-agent samples add)" if moved else
-                      "what this device sees is compared with a new personalization")
+            self._log("drift: the samples here have moved away from those that this device was personalized on, "
+                      f"noticed after {moved} answers: label some samples (edge-agent samples add)" if moved else
+                      "drift is now measured against a new personalization")
             self._announce()
 
 

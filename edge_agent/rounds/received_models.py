@@ -168,7 +168,7 @@ class Models:
         try:
             self._chain = ref.chain.id, Chain.decode(data, ref.base).links
         except FleetError as error:
-            self._log(f"the chain of deltas is of no use, the whole model is needed: {error}")
+            self._log(f"the chain of deltas cannot be used, the whole model is needed: {error}")
             self._chain = ref.chain.id, ()
 
     def _take_link(self, manifest: Manifest, link: ModelRef, data: bytes) -> None:
@@ -176,7 +176,7 @@ class Models:
         try:
             params = self._decode(manifest, method_of(manifest).down, link, link.blob.id, data)
         except CodecError as error:
-            self._log(f"the chain of deltas is of no use, the whole model is needed: {error}")
+            self._log(f"the chain of deltas cannot be used, the whole model is needed: {error}")
             self.base, self._chain = "", (self._chain[0], ())
         else:
             self._keep_training(link, params)

@@ -130,7 +130,7 @@ class Buttons:
             except (FleetError, OSError) as error:
                 why = str(error).replace("\n", "; ")
                 if why != said:
-                    self._log(f"button {number}: {why}; tried again, the agent goes on")
+                    self._log(f"button {number}: {why}; the agent tries again")
                 said = why
                 self._stopped.wait(backoff.wait_s)
                 backoff.repeat()

@@ -31,7 +31,7 @@ HINT = "apt install rpicam-apps, with Pillow (metafleet[images]); or pip install
 def camera_feed(source: CameraSource, home: Path, spec: InputSpec) -> Feed:
     """An open camera. spec: of a raw sample. Raises SourceError."""
     if len(spec.shape) != 3 or spec.dtype != "uint8" or spec.shape[0] not in (1, 3):
-        raise SourceError(f"the fleet's samples {spec.dtype} {list(spec.shape)} are no images",
+        raise SourceError(f"the fleet's samples {spec.dtype} {list(spec.shape)} are not images",
                           where=f"camera {source.camera}", expected="uint8, 1 or 3 channels")
     channels, size = spec.shape[0], (480, 640) if spec.fit != "refuse" else spec.shape[1:]
     source = replace(source, height=source.height or size[0], width=source.width or size[1])

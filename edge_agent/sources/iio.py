@@ -84,7 +84,7 @@ class IioFeed:
             try:
                 row.append(one.value())
             except (OSError, ValueError) as error:
-                said = error.strerror if isinstance(error, OSError) else "it is no number"
+                said = error.strerror if isinstance(error, OSError) else "it is not a number"
                 raise SourceError(f"channel {one.name} cannot be read: {said}", where=str(self._folder)) from error
         return row
 

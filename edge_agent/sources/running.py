@@ -180,7 +180,7 @@ class Running:
             if stable:
                 self._backoff.reset()
             if stable or why != self.state.last_error:
-                self._log(f"source {self.name}: {why}; tried again, the agent goes on")
+                self._log(f"source {self.name}: {why}; the agent tries again")
             self._tell(state="failed", last_error=why)
             self._stopped.wait(self._backoff.wait_s)
             self._backoff.repeat()

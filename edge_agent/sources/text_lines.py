@@ -195,7 +195,7 @@ def _label(label: Any) -> str | None:
     if label is None:
         return None
     if isinstance(label, bool) or not isinstance(label, (str, int)) or len(str(label)) > MAX_LABEL:
-        raise _Unusable(f"the label {json.dumps(label)[:40]} is no text of at most {MAX_LABEL} characters")
+        raise _Unusable(f"the label {json.dumps(label)[:40]} is not text of at most {MAX_LABEL} characters")
     return str(label).strip()
 
 

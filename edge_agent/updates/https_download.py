@@ -51,7 +51,7 @@ class HttpsDownload:
         """Raises LinkError, MessageError for bytes that are not the file's, StateError."""
         url, blob = urlsplit(self._url), self._file.blob
         if url.scheme != "https" or not url.hostname:
-            raise LinkError("is no https address", where=self._url)
+            raise LinkError("is not an https address", where=self._url)
         connection = http.client.HTTPSConnection(
             url.hostname, url.port or 443, timeout=TIMEOUT_S, context=self._context()
         )

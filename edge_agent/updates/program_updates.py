@@ -199,7 +199,7 @@ class ProgramUpdates:
         file.finish(self._folder.archive)
         self._folder.ask(found, statement.serial)
         self._asked_at = self._clock()
-        self._log(f"the program {statement.version} is here: it is to be installed")
+        self._log(f"the program {statement.version} has arrived and waits to be installed")
         self._tell(INSTALLING, "", statement.serial, found.attempt)
 
     def _failed(self, error: FleetError) -> None:
@@ -207,7 +207,7 @@ class ProgramUpdates:
         self._stop()
         self._waits = True
         self._backoff.repeat()
-        self._log(f"the program is not here yet: {error}")
+        self._log(f"the program has not arrived yet: {error}")
         self._tell(FETCHING, str(error).splitlines()[0], self.state.serial, self.state.attempt)
 
     def _look_for_answer(self) -> None:

@@ -110,7 +110,7 @@ def check(model: onnx.ModelProto, where: str) -> int:
     try:
         onnx.checker.check_model(model)
     except Exception as error:  # the checker raises errors of many classes
-        raise ConfigError(f"is no sound ONNX file: {str(error)[:300]}", where=where) from error
+        raise ConfigError(f"is not a valid ONNX file: {str(error)[:300]}", where=where) from error
     return opset
 
 

@@ -56,7 +56,7 @@ def from_torch(
 def _built(build: str) -> nn.Module:
     package, colon, name = build.partition(":")
     if not colon:
-        raise ConfigError(f"'{build}' is no function", expected="package.module:function")
+        raise ConfigError(f"'{build}' is not a function", expected="package.module:function")
     try:
         made = cast(Callable[[], Any], getattr(importlib.import_module(package), name))()
     except (Exception, SystemExit) as error:  # the user's code
@@ -69,7 +69,7 @@ def _built(build: str) -> nn.Module:
 def _loaded(module: nn.Module, weights: Path) -> nn.Module:
     """The module with the weights of a safetensors file; or the TorchScript file itself."""
     if not weights.is_file() or weights.stat().st_size > MAX_BYTES:
-        raise ConfigError("is no file of weights", where=str(weights), expected=f"at most {MAX_BYTES} bytes")
+        raise ConfigError("is not a file of weights", where=str(weights), expected=f"at most {MAX_BYTES} bytes")
     try:
         if weights.suffix == ".safetensors":
             module.load_state_dict(load_file(weights))

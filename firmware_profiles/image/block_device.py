@@ -41,7 +41,7 @@ def inspect(path: Path, *, rehearse: bool = False, sys: Path = SYS, proc: Path =
     if rehearse and stat.S_ISREG(status.st_mode):
         return Card(path, "a plain file in place of a card", status.st_size, is_file=True)
     if not stat.S_ISBLK(status.st_mode):
-        raise ConfigError("is no block device", where=str(path), hint=_hint(sys))
+        raise ConfigError("is not a block device", where=str(path), hint=_hint(sys))
     number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
     return of_number(path, number, rehearse=rehearse, sys=sys, proc=proc)
 

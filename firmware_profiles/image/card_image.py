@@ -69,7 +69,7 @@ def copy(source: Path, to: Path, progress: Progress = lambda what, done, total: 
         size = file.tell()
         file.truncate(size)
     if size % 512 or not size:
-        raise FlashError(f"{size} bytes are no whole number of sectors", where=str(source), hint="was it cut short?")
+        raise FlashError(f"{size} bytes are not a whole number of sectors", where=str(source), hint="was it cut short?")
 
 
 def _fill(image: Path, package: Package, device: DeviceFile, progress: Progress) -> Plan:
@@ -142,7 +142,7 @@ def _check(source: Path, to: Path) -> None:
     if not to.parent.is_dir():
         raise ConfigError("there is no such folder", where=str(to.parent))
     if to.exists() and not to.is_file():
-        raise ConfigError("is no plain file", where=str(to), hint="a card is flashed with --to /dev/NAME")
+        raise ConfigError("is not a plain file", where=str(to), hint="a card is flashed with --to /dev/NAME")
     if to.exists() and to.samefile(source):
         raise ConfigError("is the base image, which is never overwritten", where=str(to), hint="another name")
     if to.exists() and to.stat().st_size and not _is_ours(to):

@@ -86,7 +86,7 @@ def _cmdline(machine: Machine, device: DeviceFile, before: str) -> str:
 
 def _job(serial: str, key: str) -> str:
     if not re.fullmatch(r"[0-9A-F]{4}-[0-9A-F]{4}", serial):
-        raise FlashError(f"'{serial}' is no serial number of a FAT file system")
+        raise FlashError(f"'{serial}' is not a serial number of a FAT file system")
     text = (HERE / "first_boot.sh").read_text(encoding="utf-8")
     return text.replace("@SERIAL@", serial).replace("@KEY@", _pem(key))
 

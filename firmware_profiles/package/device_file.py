@@ -214,7 +214,7 @@ def _ssh(table: Any, environ: Mapping[str, str], folder: Path) -> tuple[Ssh | No
     for number, entry in enumerate(entries):
         read = [entry.strip()] if re.match(r"(ssh-|ecdsa-|sk-)", entry) else _keys_in(entry, folder)
         if not read or not all(map(is_public_key, read)):
-            what = "is no public key, and no file of public keys (as in ~/.ssh/id_ed25519.pub)"
+            what = "is neither a public key nor a file of public keys (as in ~/.ssh/id_ed25519.pub)"
             problems.append(Problem(f"ssh.authorized_keys[{number}]", what))
         else:
             keys += read

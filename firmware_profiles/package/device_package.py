@@ -104,7 +104,7 @@ def make(
     ]
     for name, data in sorted(home.items()):
         if not PLAIN_NAME.fullmatch(name):
-            raise ConfigError(f"'{name}' is no plain file name", where=device)
+            raise ConfigError(f"'{name}' is not a plain file name", where=device)
         in_home = name in secrets or PurePosixPath(name).suffix not in IN_ETC
         files.append(File(f"{'home' if in_home else 'etc'}/{name}", data, 0o600 if in_home else 0o644, secret=in_home))
     files.append(File(program_statement.MANIFEST, program_files.content_of(program.path).manifest))

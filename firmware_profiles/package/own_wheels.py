@@ -23,7 +23,7 @@ def package(path: Path) -> str:
 def problem(path: Path) -> str:
     """Why ``path`` cannot be installed on a board; empty if it can."""
     if not package(path):
-        return "is no wheel (python -m build makes one, as my_lab-1.0-py3-none-any.whl)"
+        return "is not a wheel (python -m build makes one, as my_lab-1.0-py3-none-any.whl)"
     if not os.access(path, os.R_OK):
         return f"there is no file '{path}' that can be read"
     if package(path) == "metafleet":
@@ -33,7 +33,7 @@ def problem(path: Path) -> str:
             has_metadata = any(name.endswith(".dist-info/METADATA") for name in archive.namelist())
     except (zipfile.BadZipFile, OSError):
         has_metadata = False
-    return "" if has_metadata else f"'{path}' is no file of a wheel"
+    return "" if has_metadata else f"'{path}' is not a valid wheel"
 
 
 def holds(path: Path, module: str) -> bool:

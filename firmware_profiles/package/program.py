@@ -234,7 +234,7 @@ def uv() -> str:
             return str(find_uv_bin())
     path = shutil.which("uv")
     if path is None:
-        raise ConfigError("uv is not installed, which picks a board's wheels", hint='pip install "metafleet[flash]"')
+        raise ConfigError("uv, which picks a board's wheels, is not installed", hint='pip install "metafleet[flash]"')
     return path
 
 

@@ -75,5 +75,5 @@ def files_in(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.Tar
         _, _, name = entry.name.partition("/")
         plain = re.fullmatch(r"[ -\[\]-~]+", name) and ".." not in name.split("/") and ": FAILED" not in name
         if not entry.isfile() or not plain or name[0] in "/ ":
-            raise FlashError(f"'{entry.name[:200]!a}' is no plain file", where=str(path))
+            raise FlashError(f"'{entry.name[:200]!a}' is not a plain file", where=str(path))
         yield entry, name

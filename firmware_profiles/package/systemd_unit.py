@@ -117,10 +117,11 @@ PrivateTmp=yes
 def text(machine: Machine) -> str:
     """The unit for ``machine``. Raises ConfigError for a memory limit or device that systemd would not accept."""
     if not re.fullmatch(MEMORY_MAX, machine.memory_max):
-        raise ConfigError(f"'{machine.memory_max}' is no memory limit", where=machine.board, expected="as 80% or 400M")
+        raise ConfigError(f"'{machine.memory_max}' is not a memory limit", where=machine.board,
+                          expected="as 80% or 400M")
     for device in machine.devices:
         if not re.fullmatch(r"/dev/[A-Za-z0-9/_.-]+", device):
-            raise ConfigError(f"'{device}' is no device", where=machine.board, expected="as /dev/vcio")
+            raise ConfigError(f"'{device}' is not a device", where=machine.board, expected="as /dev/vcio")
     devices = "".join(f"DeviceAllow={device} rw\n" for device in machine.devices)
     return TEXT.format(user=USER, programs=PROGRAMS, state=STATE, watchdog_s=WATCHDOG_S, devices=devices,
                        memory_max=machine.memory_max, revoked=RevokedError.exit_code)

@@ -89,7 +89,7 @@ signed() {
     elif ! PYTHONDONTWRITEBYTECODE=1 "$ROOT/current/bin/edge-agent" verify --key "$KEY" "$FLASH/$1.signed" >"$FLASH/$1.checked"; then
         unsigned "the agent that runs there did not find it signed"
     fi
-    [ "$(sed -n 1p "$FLASH/$1.checked")" = "metafleet $1 1" ] || unsigned "what is signed is no $1"
+    [ "$(sed -n 1p "$FLASH/$1.checked")" = "metafleet $1 1" ] || unsigned "the signed text is not about the $1"
     [ "$1" != program ] || not_older "$FLASH/program.checked"
     mv "$FLASH/$1.checked" "$FLASH/$1.text"
 }

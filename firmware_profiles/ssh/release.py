@@ -142,7 +142,7 @@ def of(package: Package) -> Release:
             settings.append(Setting(f"{UNITS}/{file.path}", file.data))
     wrong = [group for group in machine.groups if not GROUP.fullmatch(group)]
     if wrong:
-        raise FlashError(f"'{wrong[0][:80]}' is no group", where=machine.board)
+        raise FlashError(f"'{wrong[0][:80]}' is not a group", where=machine.board)
     prepare = PREPARE.format(user=user, state=systemd_unit.STATE, config=systemd_unit.CONFIG, links=" ".join(links),
                              groups=" ".join(machine.groups))
     return Release(package.device, machine, version, tuple(settings), prepare, package.program, package.signing)

@@ -24,12 +24,12 @@ ON_DEVICE = f"{FOLDER}/device.sh"
 OTHER_CONTENT, NOT_ARMED, TAKEN_OVER, BUSY, UNSIGNED = 3, 4, 5, 6, 7
 EXIT_CODES = {
     OTHER_CONTENT: ("the device runs this version with other content", "make the package again, with another version"),
-    NOT_ARMED: ("the device has returned to the version before", "run the same command again"),
+    NOT_ARMED: ("the device has returned to its former version", "run the same command again"),
     TAKEN_OVER: ("another run has taken over this device", "let that one end"),
-    BUSY: ("another run is at work on this device", "let it end, then run the same command again"),
+    BUSY: ("another run is working on this device", "let it end, then run the same command again"),
 }
 """{exit code of device.sh: (error, hint)}."""
-UNSIGNED_HINT = ("flash it from the folder of the fleet that it belongs to. For a new fleet or key, or where the agent "
+UNSIGNED_HINT = ("flash it from the folder of the fleet that it belongs to. For a new fleet or key, or if the agent "
                  "there cannot check, remove the key first: sudo rm /etc/metafleet/fleet.pub")
 
 
@@ -159,7 +159,7 @@ class Remote:
             raise (NotArmed if answer.code == NOT_ARMED else FlashError)(text, where=self.where, hint=hint)
         if answer.code == UNSIGNED:
             said = first_line(answer.errors).removeprefix("error: ")
-            raise FlashError(f"the device refuses it, and its version stays as it is: {said}", where=self.where,
+            raise FlashError(f"the device refuses this flash and keeps its version: {said}", where=self.where,
                              hint=UNSIGNED_HINT)
         raise FlashError(f"{what} failed: {first_line(answer.errors)}", where=self.where)
 

@@ -204,7 +204,8 @@ def _wait(
             continue
         except NotArmed as error:
             if not _is_confirmed(remote.facts(), release):
-                raise FlashError(f"{release.version} was back too late: the device has returned", where=remote.where,
+                raise FlashError(f"{release.version} was back too late: the device has returned to its former "
+                                 "version", where=remote.where,
                                  hint="run the same command again") from error
         return Outcome(release.device, release.version, facts.health.current, True, sent)
 
@@ -227,13 +228,14 @@ def _is_confirmed(facts: Facts, release: Release) -> bool:
 
 
 def _unconfirmed(remote: Remote, release: Release, error: ConnectionLost) -> FlashError:
-    return FlashError(f"{error.what}; {release.version} was not confirmed: the device returns by itself",
+    return FlashError(f"{error.what}; {release.version} was not confirmed: the device returns to its former version by "
+                      "itself",
                       where=remote.where, hint=error.hint)
 
 
 def _rolled_back(remote: Remote, release: Release, patience_s: int, missing: str, tell: Tell) -> FlashError:
     """Rolls the device back, and says what runs now."""
-    tell("returning to the version before", "")
+    tell("returning to the former version", "")
     with contextlib.suppress(NotArmed):  # it has rolled back by itself
         remote.step("back", f"not back within {patience_s} s", what="rolling back")
     now = remote.health()

@@ -52,7 +52,7 @@ def sizes_of(text: str, where: str) -> tuple[int, ...]:
     """``1,5,20`` as numbers, empty for no text. Raises ConfigError if it is no list of positive numbers."""
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
-        raise ConfigError(f"'{text[:80]}' is no list of waves", where=where, expected="numbers of devices: 1,5,20")
+        raise ConfigError(f"'{text[:80]}' is not a list of waves", where=where, expected="numbers of devices: 1,5,20")
     return tuple(map(int, parts))
 
 
@@ -108,7 +108,7 @@ def flash_all(
 
 
 def _not_begun(entry: Entry, why: str, show: Show) -> Result:
-    error = FlashError(f"not begun: {why}", where=entry.to, hint="mend that, then run the same command again")
+    error = FlashError(f"not begun: {why}", where=entry.to, hint="fix that, then run the same command again")
     show.update(entry, "failed", error.what, "")
     return Result(entry, 0.0, error=error, begun=False)
 

@@ -71,15 +71,15 @@ def parse(url: str, config: Path | None = None) -> Target:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
-        raise ConfigError(f"'{url[:80]}' is no address: {error}", expected=expected) from error
+        raise ConfigError(f"'{url[:80]}' is not an address: {error}", expected=expected) from error
     if parts.password is not None:
         raise ConfigError("a password in an address is visible to others", expected=expected, hint="use an ssh key")
     user = parts.username
     bad_user = user is not None and not USER.fullmatch(user)
     if parts.scheme != "ssh" or bad_user or not HOST.fullmatch(host) or parts.path not in ("", "/"):
-        raise ConfigError(f"'{url[:80]}' is no address of a device", expected=expected)
+        raise ConfigError(f"'{url[:80]}' is not an address of a device", expected=expected)
     if parts.query or parts.fragment or port == 0:
-        raise ConfigError(f"'{url[:80]}' is no address of a device", expected=expected)
+        raise ConfigError(f"'{url[:80]}' is not an address of a device", expected=expected)
     return Target(host, user, port, config)
 
 
@@ -187,7 +187,7 @@ def fetch_host_keys(target: Target) -> list[HostKey]:
 def accept_host_key(target: Target, fingerprint: str) -> None:
     """Adds the host's key with this fingerprint to the user's known_hosts. Raises ConfigError, FlashError."""
     if not FINGERPRINT.fullmatch(fingerprint):
-        raise ConfigError(f"'{fingerprint[:80]}' is no fingerprint", expected="SHA256: and 43 characters")
+        raise ConfigError(f"'{fingerprint[:80]}' is not a fingerprint", expected="SHA256: and 43 characters")
     keys = fetch_host_keys(target)
     if not keys:
         raise FlashError("the host shows no key", where=target.url, hint="is it on, and is its address right?")

@@ -89,9 +89,9 @@ def parsed(data: bytes, where: str = "backbone") -> BackboneFile:
     except StateError as error:
         raise BundleError(error.what, where=where, hint="metafleet backbone makes one") from error
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise BundleError("is no backbone", where=where, hint="metafleet backbone makes one") from error
+        raise BundleError("is not a backbone", where=where, hint="metafleet backbone makes one") from error
     if info is None:
-        raise BundleError("is no sound backbone: " + "; ".join(map(str, problems[:5])), where=where)
+        raise BundleError("is not a valid backbone: " + "; ".join(map(str, problems[:5])), where=where)
     _check(arrays, info, where)
     golden = {"x": arrays["golden/x"], "z": arrays["golden/z"]}
     return BackboneFile(info, arrays["onnx"].tobytes(), golden)

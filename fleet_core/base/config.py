@@ -42,7 +42,7 @@ def tables(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"is no TOML: {error}", where=where) from error
+        raise ConfigError(f"is not TOML: {error}", where=where) from error
 
 
 def parse(cls: type[T], text: str, where: str) -> T:

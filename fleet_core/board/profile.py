@@ -207,7 +207,7 @@ def _watts(power: Mapping[str, Any]) -> Iterator[Problem]:
     for number, pair in enumerate(others if isinstance(others, list) else []):
         watts = isinstance(pair, list) and all(isinstance(value, (int, float)) for value in pair)
         if watts and (len(pair) != 2 or pair[1] < pair[0]):
-            yield Problem(f"power.other_watts[{number}]", "is no pair [IDLE, BUSY] of watts, IDLE ≤ BUSY")
+            yield Problem(f"power.other_watts[{number}]", "is not a pair [IDLE, BUSY] of watts, IDLE ≤ BUSY")
     if others and ("idle_w" not in power or "busy_w" not in power):
         yield Problem("power.other_watts", "needs idle_w and busy_w beside it")
     if sensor == "hwmon" and "chip" not in power:

@@ -31,7 +31,7 @@ def unpack(data: bytes, limit: int) -> bytes:
     if kind == COMPRESSED:
         return decompress(content, limit)
     if kind != STORED or len(content) < 4:
-        raise CodecError("is no frame of a codec")
+        raise CodecError("is not a frame of a codec")
     body = content[4:]
     if len(body) > limit or zlib.crc32(body) != int.from_bytes(content[:4], "little"):
         raise CodecError("is a frame that is damaged or too long", expected=f"at most {limit} bytes")

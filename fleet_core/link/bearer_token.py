@@ -21,7 +21,7 @@ def token_in(path: Path) -> str:
         raise ConfigError("can be read by others", where=str(path), hint=f"chmod 600 {path}")
     token = storage.read_bytes(path, limit=1024).decode(errors="replace").strip()
     if len(token) < SHORTEST or not token.isascii():
-        raise ConfigError("is no token", where=str(path), expected=f"at least {SHORTEST} ASCII characters",
+        raise ConfigError("is not a token", where=str(path), expected=f"at least {SHORTEST} ASCII characters",
                           hint="delete it, and a new one is made")
     return token
 

@@ -80,7 +80,7 @@ class TrainInfo:
     def refuses(self, adaptation: str, hyper: Any) -> str:
         """Why this graph does not train with ``adaptation`` and ``hyper``, or empty."""
         if adaptation not in NEEDS:
-            return f"the estimator {adaptation} is no graph"
+            return f"there is no graph for the estimator {adaptation}"
         loss, product, constants = NEEDS[adaptation]
         if loss != self.loss or (product and not self.product):
             return f"the fleet's graph for training is not of the estimator {adaptation}"

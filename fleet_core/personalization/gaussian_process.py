@@ -62,7 +62,7 @@ class Processes:
         """Processes of embedded samples with labels int64 [S] below ``classes``. Of more than ``MAX_SAMPLES``, about as
         many of each class are used. Raises StateError without a sample."""
         if not len(y_S):
-            raise StateError("there is no sample to answer by", hint="add labelled samples and personalize")
+            raise StateError("there is no labelled sample to answer with", hint="add labelled samples and personalize")
         rows = stratified(y_S, MAX_SAMPLES)
         z, y = z_SD[rows].astype(np.float64), y_S[rows]
         nodes = []

@@ -88,7 +88,7 @@ def _sensor_meter(power: Power, idle_w: float | None, root: Path, *, explicit: b
             return Rapl(idle_w, root=root)
         return Sampled(sensor_of(power, root), idle_w, root=root)
     except PowerError as error:
-        log.warning("energy is not measured by %s: %s", power.sensor.upper(), error)
+        log.warning("energy is not measured with %s: %s", power.sensor.upper(), error)
         return None
 
 

@@ -90,7 +90,7 @@ class Participant:
     def mask(self, boxes: Mapping[str, str], values: Array) -> Array:
         """Mask: y_i, unsigned [count], from whole numbers int8 [count]. Raises MessageError."""
         if self._sealed is None or not boxes.keys() <= self._peers.keys():
-            raise MessageError("shares of devices that are no neighbours", where=self.name)
+            raise MessageError("shares of devices that are not neighbours", where=self.name)
         if self._boxes is not None:
             raise MessageError("an update that is masked already", where=self.name)
         needed = self.session.least(len(self._peers) + 1)

@@ -76,27 +76,27 @@ def check(
     if not method.shared:
         yield Problem(key, f"{name} sends nothing: expected '{NONE}' with this method")
     elif not method.server.sums or not method.cumulative or method.up_scalars:
-        yield Problem(key, f"noise is set for a sum of updates of one norm, and {name} does not sum or average them "
+        yield Problem(key, f"noise is for a sum of updates of bounded norm, and {name} does not sum or average updates "
                            f"over devices: expected '{NONE}' with this method")
     if getattr(hyper, "weighted", False):
-        yield Problem(key, f"'{mode}' bounds each device alike, and with weighted = true one counts as often as it has "
-                           "samples: expected hyper.weighted = false")
+        yield Problem(key, f"'{mode}' bounds each device alike, but weighted = true counts a device by its samples: "
+                           "expected hyper.weighted = false")
     if auto:
-        yield Problem(key, f"'{mode}' and the codec auto: it chooses by the devices' losses and what their codec left "
-                           "out, and every manifest shows its choice: expected a codec by name")
+        yield Problem(key, f"'{mode}' excludes the codec auto, which chooses by the devices' losses and residuals and "
+                           "shows its choice in every manifest: expected a codec by name")
     if skip_below:
-        yield Problem(key, f"'{mode}' and skip_below: the norm below which updates are skipped is made of those of "
-                           "updates, and every manifest shows it: expected skip_below = 0")
+        yield Problem(key, f"'{mode}' excludes skip_below, whose norm is computed from the updates' norms and is in "
+                           "every manifest: expected skip_below = 0")
     if mode != CENTRAL:
         return
     kept = [role for role in method.client.keeps if role != "personal"]
     if kept:
-        yield Problem(key, f"'{CENTRAL}' noise is in the aggregator's {kept[0]} and in no device's, so {name} walks "
-                           f"away from its minimum: expected '{LOCAL}', or a method whose devices keep no {kept[0]}")
+        yield Problem(key, f"'{CENTRAL}' noise enters the aggregator's {kept[0]} and no device's, so {name} moves away "
+                           f"from its minimum: expected '{LOCAL}', or a method whose devices keep no {kept[0]}")
     if rule != robust.NONE:
-        yield Problem(key, f"'{CENTRAL}' noise is set for a sum in which a device counts for clip at most, and under "
-                           f"the robust rule '{rule}' its update decides what becomes of others: expected "
-                           f"robust.rule = '{robust.NONE}' or '{LOCAL}'")
+        yield Problem(key, f"'{CENTRAL}' noise is for a sum in which a device counts for clip at most, but with the "
+                           f"robust rule '{rule}' its update decides how others count: expected robust.rule = "
+                           f"'{robust.NONE}' or '{LOCAL}'")
 
 
 def check_secure(
@@ -110,16 +110,16 @@ def check_secure(
     if not method.shared:
         yield Problem(key, f"{name} sends nothing: expected false with this method")
     elif not method.server.sums or not method.cumulative or method.up_scalars:
-        yield Problem(key, f"the aggregator gets a sum alone, and {name} needs each device's update: expected false, "
-                           "or a method that sums or averages updates")
+        yield Problem(key, f"the aggregator gets only a sum, and {name} needs each device's update: expected false, or "
+                           "a method that sums or averages updates")
     if getattr(hyper, "weighted", False):
-        yield Problem(key, "with weighted = true an update is weighted by its device's samples, which the sum does not "
-                           "tell: expected hyper.weighted = false")
+        yield Problem(key, "weighted = true weights an update by its device's samples, which the sum does not show: "
+                           "expected hyper.weighted = false")
     if up != "int8":
-        yield Problem(key, f"updates are summed as whole numbers of one scale, as int8 has them, and not in the codec "
-                           f"{up}: expected 'int8' for updates")
+        yield Problem(key, f"the sum needs whole numbers of one scale, as in int8, not the codec {up}: expected 'int8' "
+                           "for updates")
     if skip_below:
-        yield Problem(key, "skip_below compares norms of single updates, which nobody sees: expected skip_below = 0")
+        yield Problem(key, "skip_below needs the norms of single updates, which nobody sees: expected skip_below = 0")
     if rule != robust.NONE:
         yield Problem(key, f"the robust rule '{rule}' looks at single updates, which nobody sees: expected "
                            f"robust.rule = '{robust.NONE}' or false")
@@ -136,6 +136,6 @@ def check_secure(
 def remark(section: PrivacySection, rule: str) -> str:
     """A consequence of the section that users may not expect, or empty."""
     if section.mode == LOCAL and rule != robust.NONE:
-        return (f"the robust rule {rule} sees updates with noise, which hides small lies as it hides samples; see "
-                "docs/privacy.md")
+        return (f"the robust rule {rule} sees updates with noise, which hides small false changes as it hides samples; "
+                "see docs/privacy.md")
     return ""

@@ -87,17 +87,18 @@ def parse(data: bytes) -> Statement:
     try:
         text = data.decode("ascii")
     except UnicodeDecodeError as error:
-        raise MessageError("is no statement of a program: it is not ASCII") from error
+        raise MessageError("is not a statement of a program: it is not ASCII") from error
     head = HEAD.match(text)
     if head is None:
-        raise MessageError("is no statement of a program", expected=f"'{FORMAT}' and its lines")
+        raise MessageError("is not a statement of a program", expected=f"'{FORMAT}' and its lines")
     lines = text[head.end():].split("\n")
     if lines.pop() or len(lines) > MAX_FILES:
-        raise MessageError("is no statement of a program", expected=f"at most {MAX_FILES} files, and a last line end")
+        raise MessageError("is not a statement of a program",
+                           expected=f"at most {MAX_FILES} files, and a last line end")
     found = [OTHER.fullmatch(line) for line in lines]
     files = {match[2]: match[1] for match in found if match is not None}
     if len(files) != len(lines) or list(files) != sorted(files) or any(not _is_inside(name) for name in files):
-        raise MessageError("has a line that is no file", expected="'file SHA256 NAME', sorted by name")
+        raise MessageError("has a line that does not name a file", expected="'file SHA256 NAME', sorted by name")
     size = int(head["size"])
     if size > MAX_ARCHIVE_BYTES:
         raise MessageError(f"an archive of {size} bytes", expected=f"at most {MAX_ARCHIVE_BYTES}")
@@ -132,7 +133,8 @@ def parse_manifest(data: bytes) -> dict[str, str]:
     for line in lines:
         match = LISTED.fullmatch(line)
         if match is None or match[2] in files or not _is_inside(match[2]):
-            raise MessageError(f"{MANIFEST} has a line that is no file: {line[:100]!a}", expected="'SHA256  NAME'")
+            raise MessageError(f"{MANIFEST} has a line that does not name a file: {line[:100]!a}",
+                               expected="'SHA256  NAME'")
         files[match[2]] = match[1]
     return files
 

@@ -143,5 +143,5 @@ class Keyring(Verifier):
         if any(one.cut and self._now() > one.until for one in found[begin:]):
             raise MessageError("the fleet has cut the key that this device has", hint=TOKEN)
         if len(self.links) + len(found) - begin > MOST:
-            raise MessageError(f"more than {MOST} successions since this device's token", hint=TOKEN)
+            raise MessageError(f"more than {MOST} successions since this device's token was made", hint=TOKEN)
         return Keyring(self._anchor, (*self.links, *links[begin:]), fleet=self._fleet, now=self._now)

@@ -32,8 +32,8 @@ def check(section: RobustSection, method: Method) -> Iterator[Problem]:
     if section.rule == NONE or method.server.sums:
         return
     why = "shares nothing" if not method.shared else "does not sum or average updates over devices"
-    yield Problem("robust.rule", f"'{section.rule}' puts a robust mean in the place of the mean, and {method.name} "
-                                 f"{why}: expected '{NONE}' with this method")
+    yield Problem("robust.rule", f"'{section.rule}' replaces the mean by a robust one, and {method.name} {why}: "
+                                 f"expected '{NONE}' with this method")
 
 
 def remark(section: RobustSection, method: Method) -> str:

@@ -94,7 +94,7 @@ class GraphEngine:
         first = trees.only(self._opened.graph.first, method.personal)
         if set(first) != {g for g in method.personal if layout.parameters((g,))}:
             raise BundleError("the graph 'train' has no initial values of the groups that stay on a device",
-                              hint="'metafleet init' makes it anew")
+                              hint="'metafleet init' makes it again")
         return first
 
     @contextlib.contextmanager
@@ -109,7 +109,7 @@ class GraphEngine:
         """Raises BundleError if the graph has another loss."""
         if self._opened.graph.info.loss != "entropy":
             raise BundleError("the fleet's graph for training is not of the cross-entropy",
-                              hint="'metafleet init' makes it anew")
+                              hint="'metafleet init' makes it again")
         return GraphSteps(self._opened, "none", 0, None, x, y, np.random.default_rng()).entropy(x, y)
 
     def steps(
@@ -118,7 +118,7 @@ class GraphEngine:
         """Raises BundleError for an adaptation that the graph does not compute."""
         why = self._opened.graph.info.refuses(adaptation, hyper)
         if why:
-            raise BundleError(why, hint="'metafleet init' makes it anew; a device with torch needs none")
+            raise BundleError(why, hint="'metafleet init' makes it again; a device with torch needs none")
         (one,) = data
         return GraphSteps(self._opened, adaptation, classes, hyper, *one)
 

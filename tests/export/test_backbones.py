@@ -203,7 +203,7 @@ def test_a_torch_module_with_its_weights_becomes_a_backbone(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("nothing", "is no function"), ("json:dumps", "builds nothing"), ("types:SimpleNamespace", "SimpleNamespace"),
+    [("nothing", "is not a function"), ("json:dumps", "builds nothing"), ("types:SimpleNamespace", "SimpleNamespace"),
      ("timm:resnet18", "'timm' is not installed.*pip install timm"),
      ("torchvision:resnet18", "'torchvision.*' is not installed.*pip install torchvision")],
 )

@@ -116,7 +116,7 @@ def test_a_path_that_is_no_block_device_is_refused_and_a_file_is_accepted_only_i
     path = tmp_path / "card"
     path.write_bytes(bytes(MIB))
     for wrong in (path, Path("/dev/null"), tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match=r"no block device|cannot be found"):
+        with pytest.raises(ConfigError, match=r"not a block device|cannot be found"):
             block_device.inspect(wrong)
     assert block_device.inspect(path, rehearse=True) == Card(path, "a plain file in place of a card", MIB, is_file=True)
 

@@ -78,8 +78,8 @@ def test_wheels_are_found_beside_the_file_and_all_their_problems_are_reported(tm
         read(tmp_path, wrong.replace('"DE"', '"Germany"'))
     lines = [line.partition("kitchen.toml:")[2] for line in str(told.value).splitlines()]
     for number, (line, what) in enumerate(zip(lines, (
-        "is the same package as wheels[0]", "is the agent, which is always installed", "is no file of a wheel",
-        "is no wheel (python -m build makes one", "there is no file '",
+        "is the same package as wheels[0]", "is the agent, which is always installed", "is not a valid wheel",
+        "is not a wheel (python -m build makes one", "there is no file '",
         "there is no file '", "there is no file '",
     ), strict=False), 1):
         assert line.startswith(f"6: wheels[{number}]: "), line
@@ -145,7 +145,7 @@ def test_all_mistakes_are_reported_at_once_with_line_and_suggestion(tmp_path):
         ((SECRET, "x" * 65), "wifi.password: 65 characters"),
         (('ssid = "Café"', 'ssid = "\\n"'), "wifi.ssid: expected 1 to 32 bytes"),
         (('ssid = "Café"', f'ssid = "{"é" * 17}"'), "wifi.ssid: expected 1 to 32 bytes"),
-        (('"id.pub"', '"none.pub"'), "authorized_keys[0]: is no public key"),
+        (('"id.pub"', '"none.pub"'), "authorized_keys[0]: is neither a public key"),
         (('user = "me"', 'user = "root"'), "'root' is a system user"),
         (('name = "Kitchen_1"', 'name = "Kitchen 1"'), "name: 'Kitchen 1' does not match"),
         ((f'password = "{SECRET}"\n', ""), f"wifi.password: missing, and {PASSWORD} is not set"),
@@ -161,7 +161,7 @@ def test_a_mistake_is_refused_and_named(tmp_path, change, said):
 def test_a_private_key_is_no_key_to_log_in_with(tmp_path):
     lines = ("-----BEGIN OPENSSH PRIVATE KEY-----", "b3BlbnNzaC1r", "-----END OPENSSH PRIVATE KEY-----")
     (tmp_path / "id").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="is no public key") as told:
+    with pytest.raises(ConfigError, match="is neither a public key") as told:
         read(tmp_path, WHOLE.replace("id.pub", "id"))
     assert "b3Blbn" not in str(told.value)
 

@@ -428,7 +428,7 @@ def test_a_program_that_arrives_damaged_is_found(tmp_path, card):
 def test_the_original_is_never_written_to_and_a_device_is_no_image(tmp_path, card):
     link = tmp_path / "link.img"
     link.symlink_to(card)
-    for to, said in ((card, "never overwritten"), (link, "never overwritten"), (Path("/dev/null"), "no plain file"),
+    for to, said in ((card, "never overwritten"), (link, "never overwritten"), (Path("/dev/null"), "not a plain file"),
                      (tmp_path / "no" / "out.img", "no such folder")):
         with pytest.raises(ConfigError, match=said):
             card_image.write(card, to, packed(tmp_path), DEVICE)

@@ -359,7 +359,7 @@ def test_what_was_installed_starts_the_agent_without_pip(made, tmp_path):
 def test_a_package_shows_no_secret_and_takes_plain_names_only(made):
     shown = repr(device_package.make("kitchen", PI, made, {"token": TOKEN, "device.toml": b""}, signing=SIGNING))
     assert TOKEN.decode() not in shown
-    with pytest.raises(ConfigError, match="no plain file name"):
+    with pytest.raises(ConfigError, match="not a plain file name"):
         device_package.make("kitchen", PI, made, {"../token": TOKEN}, signing=SIGNING)
 
 

@@ -52,7 +52,7 @@ def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path: Path) -> N
         inventory.load(written(tmp_path, text, "a.toml"))
     message = str(error.value)
     for part in (":6: devices[1].file: there is no file", ":7: devices[1].to: 'ssh://pi@a' is there twice",
-                 ":10: devices[2].file: '", ":11: devices[2].to: 'image:b.img' is no address"):
+                 ":10: devices[2].file: '", ":11: devices[2].to: 'image:b.img' is not an address"):
         assert part in message, message
 
 

@@ -207,7 +207,7 @@ def test_an_archive_with_a_link_or_a_name_that_a_shell_misreads_is_refused(tmp_p
             archive.addfile(entry)
         release = a_release(tmp_path)
         bad = replace(release, program=replace(release.program, path=tmp_path / "bad.tar.gz"))
-        with pytest.raises(FlashError, match="no plain file"):
+        with pytest.raises(FlashError, match="not a plain file"):
             assert bad.content
 
 
@@ -228,7 +228,7 @@ def test_a_program_of_another_fleet_is_refused_until_the_key_is_removed(board: B
     flash(board, a_release(tmp_path))
     boot, other = online(board), Signing("attic", Signer(bytes(32)))
     foreign = replace(a_release(tmp_path, "1.1-bbb"), signing=other)
-    with pytest.raises(FlashError, match=r"(?s)stays as it is: .*is signed by key.*sudo rm /etc/metafleet/fleet\.pub"):
+    with pytest.raises(FlashError, match=r"(?s)its version: .*is signed by key.*sudo rm /etc/metafleet/fleet\.pub"):
         flash(board, foreign)
     assert (current(board), online(board), kept(board)) == ("1.0-aaa", boot, {"1.0-aaa"})
     settings = replace(a_release(tmp_path, settings=DEVICE_TOML.replace(b"s.npz", b"t.npz")), signing=other)
@@ -242,7 +242,7 @@ def test_a_program_of_another_fleet_is_refused_until_the_key_is_removed(board: B
 @pytest.mark.parametrize(("signed", "words"), [
     (lambda statement: statement.partition(b"\n")[2], "carries no Ed25519 signature"),
     (lambda statement: statement.replace(b"older no", b"older yes"), "has a signature that does not match"),
-    (lambda statement: SIGNING.signer.sign(b"metafleet bundle 1\n{}"), "what is signed is no program"),
+    (lambda statement: SIGNING.signer.sign(b"metafleet bundle 1\n{}"), "the signed text is not about the program"),
 ])
 def test_a_program_with_a_missing_or_a_wrong_signature_is_refused(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: Callable[[bytes], bytes], words: str

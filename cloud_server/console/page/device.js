@@ -29,7 +29,7 @@ export function show(main, name) {
       revoke.disabled = d.status !== "enrolled" || d.pending === "revoke";
       figures(cards, d);
       notes.replaceChildren(...[d.cannot && `Cannot take part: ${d.cannot}`, d.rests,
-        d.moved && `What it sees has moved away from what it was personalized on, noticed after ${d.moved} answers.`,
+        d.moved && `Drift: its samples have moved away from those that it was personalized on, noticed after ${d.moved} answers.`,
         d.quarantined && `Quarantined, no round asks it: ${d.quarantined}`,
         d.trouble && `Round ${d.trouble.round}, ${d.trouble.what}: ${d.trouble.text}`]
         .filter(Boolean).map((words) => h("p.note", {}, words)));

@@ -126,7 +126,7 @@ function tile(device) {
     text(energy, joules(d.joules?.value));
     tick(d);
     const words = d.cannot ? `cannot: ${d.cannot}` : d.quarantined ? `quarantined: ${d.quarantined}` : d.rests ? d.rests
-      : d.moved ? "what it sees has moved away from what it was personalized on" : d.trouble ? `round ${d.trouble.round}, ${d.trouble.what}: ${d.trouble.text}` : "";
+      : d.moved ? "drift: its samples have moved away from those that it was personalized on" : d.trouble ? `round ${d.trouble.round}, ${d.trouble.what}: ${d.trouble.text}` : "";
     text(trouble, words);
     trouble.hidden = !words;
     item.classList.toggle("dim", d.status === "revoked");

@@ -106,8 +106,8 @@ def _recommendation(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     if advice.chosen.payload:
         yield f"Take {advice.chosen.name}, {advice.codec} on the wire."
         return
-    yield (f"These devices do as well alone: {advice.chosen.name}, which sends nothing, is not told apart from the "
-           f"best. For a fleet all the same, take {federated(advice).name}, {advice.codec} on the wire.")
+    yield (f"These devices do as well alone: {advice.chosen.name}, which sends nothing, cannot be told apart from the "
+           f"best. If you want a fleet anyway, take {federated(advice).name}, {advice.codec} on the wire.")
 
 
 def _expected_accuracy(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _baselines(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
               for plain in (facts.get("plain"),) if plain]
     simple += [("each device's most frequent class", facts["frequent"]["accuracy"])] if "frequent" in facts else []
     if simple:
-        yield "Beside it: " + "; ".join(f"{name} has {100 * accuracy:.1f} %" for name, accuracy in simple) + "."
+        yield "For comparison: " + "; ".join(f"{name} has {100 * accuracy:.1f} %" for name, accuracy in simple) + "."
     yield from (f"Warning: {text}." for text in facts.get("warnings", ()))
 
 

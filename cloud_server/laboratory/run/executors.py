@@ -165,8 +165,8 @@ class RayExecutor:
 
 
 def _died(who: str) -> RoundError:
-    hint = "the same command goes on where this run was; if it was for want of memory, with fewer --jobs"
-    return RoundError(f"{who} died at its work", hint=hint)
+    hint = "the same command continues this run; if memory ran out, use fewer --jobs"
+    return RoundError(f"{who} died while it worked", hint=hint)
 
 
 _WORKER: Worker | None = None

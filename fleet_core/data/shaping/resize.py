@@ -33,7 +33,7 @@ def size_of(text: str | None, fit: str | None) -> tuple[tuple[int, int] | None, 
         return None, fit or "refuse"
     match = re.fullmatch(SIZE, text)
     if match is None:
-        raise DataError(f"'{text[:40]}' is no size of images", expected="pixels, as 64, or width by height, as 96x64")
+        raise DataError(f"'{text[:40]}' is not an image size", expected="pixels, as 64, or width by height, as 96x64")
     return (int(match[2] or match[1]), int(match[1])), fit or "letterbox"
 
 

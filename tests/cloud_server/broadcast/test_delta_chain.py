@@ -403,7 +403,7 @@ def test_a_chain_that_does_not_lead_to_the_model_gives_way_to_the_whole(
     assert missing(w, 5)
     for name in missing(w, 5):
         assert fetched(w, name, 5) > whole(w) * 0.99
-        assert w.logged(f"{name}: the chain of deltas is of no use, the whole model is needed")
+        assert w.logged(f"{name}: the chain of deltas cannot be used, the whole model is needed")
     assert set(statuses(w, 5).values()) == {"counted"}
 
 

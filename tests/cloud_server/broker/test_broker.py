@@ -249,7 +249,7 @@ def test_a_fleet_continues_when_its_private_broker_was_killed(tmp_path: Path, ki
         children = {pid: command_of(pid) for pid in descendants(server.process.pid)}
         (broker,) = (pid for pid, said in children.items() if PROGRAM[kind] in said and " -c exec" not in said)
         os.kill(broker, signal.SIGKILL)
-        server.wait_for("the private broker had ended; it was started again")
+        server.wait_for("the private broker ended, and was started again")
         before = len(closed_rounds(fleet.folder))
         server.until(lambda: len(closed_rounds(fleet.folder)) > before + 2)
 

@@ -46,7 +46,7 @@ def test_a_retained_message_is_cleared_as_it_comes_and_its_sender_is_named(fleet
     for topic in LEFT[:-1]:
         fleet.broker.publish(topic, messages.encode(Report(0)), retain=True)
     assert fleet.pump(lambda: left(fleet) == PRESENCES)
-    assert sum("leaves messages at the broker" in line for line in fleet.lines) == 1
+    assert sum("left a retained message at the broker" in line for line in fleet.lines) == 1
     said = [entry for entry in audit_log.read(fleet.fleet.folder) if entry.get("action") == "refuse"]
     assert [entry["device"] for entry in said] == ["d0"]
     assert "a retained message: fl1/t/a/d0/rep" in said[0]["text"]

@@ -83,7 +83,7 @@ def test_where_the_fleets_key_is_not_a_bundle_is_not_signed_and_says_so(
     copy = Path(shutil.copytree(fleet, tmp_path / "copy"))
     (copy / "fleet.key").unlink()
     code, _, err = run("export", copy, "--to", tmp_path / "b")
-    assert (code, "not signed, for fleet.key is not here" in err) == (0, True)
+    assert (code, "not signed, because fleet.key is not here" in err) == (0, True)
     with pytest.raises(BundleError, match=r"has no manifest\.sig"):
         device_bundle.read(tmp_path / "b", signed=True)
 
@@ -262,5 +262,5 @@ def test_where_there_is_no_torch_it_is_reported_that_nothing_was_compared(
     device_bundle.write(tmp_path / "b", bundle_of("fedper"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, out, _ = run("bundle", "verify", tmp_path / "b")
-    assert (code, "not compared with torch, which is not here" in out) == (0, True)
+    assert (code, "not compared with torch, which is not installed" in out) == (0, True)
     assert json.loads(run("bundle", "verify", tmp_path / "b", "--json")[1])["torch"] is False

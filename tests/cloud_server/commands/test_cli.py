@@ -169,7 +169,7 @@ def test_init_says_what_a_method_makes_of_the_link(
     done = run("metafleet", "init", tmp_path / "fleet")
     assert done.code == 0, done.err
     assert "all goes as fp32, not as int8 up and int8 down" in done.err
-    assert "class means and their counts: they leave it by this method's design" in done.err
+    assert "class means and their counts, which reveal something about its samples" in done.err
     done = run("metafleet", "init", tmp_path / "other")
     assert (done.code, "all goes as" in done.err, "class means" in done.err) == (0, False, False)
 
@@ -518,7 +518,7 @@ def test_a_fleet_whose_rounds_are_done_says_how_it_continues(run: Run, place: Pa
     assert done in run("metafleet", "server", "status", place / "fleet").out
     assert run("metafleet", "server", "resume", place / "fleet").out == f"was not paused: {done}"
     paused = run("metafleet", "server", "pause", place / "fleet").out
-    assert "should fleet.rounds be raised, no new round opens" in paused
+    assert "if you raise fleet.rounds, no new round opens" in paused
 
 
 def test_times_are_dates_for_people_and_seconds_in_json(run: Run, place: Path) -> None:

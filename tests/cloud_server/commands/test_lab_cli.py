@@ -171,7 +171,7 @@ def test_ctrl_c_ends_in_order_and_the_same_command_continues(run: Run, small: Pa
                 break
         rest = child.stderr.read()
     assert child.returncode == processes.INTERRUPTED
-    assert "stopped; nothing is lost: the same command goes on" in rest
+    assert "stopped; nothing is lost: the same command continues" in rest
     ran = run(*many, "--dry-run", "--json")
     assert re.fullmatch(r"\d+ rounds done", json.loads(ran.out)["runs"][0]["state"])
 

@@ -226,7 +226,7 @@ def test_the_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
         serve.token_of(tmp_path, beyond)
     path.chmod(0o600)
     path.write_text("short")
-    with pytest.raises(ConfigError, match="is no token"):
+    with pytest.raises(ConfigError, match="is not a token"):
         serve.token_of(tmp_path, Address(token_file=path))
 
 
@@ -267,7 +267,7 @@ def test_an_update_that_devices_fetch_is_shown_and_gone_on_with(client: TestClie
     shown = read(folder)["fleet"]["update"]
     assert (shown["st"], shown["why"], shown["failed"], shown["waiting"]) == ("halted", "1 failed", 1, 1)
     answer = client.post("/actions/resume-update", json={}, headers=ORIGIN)
-    assert answer.json()["text"] == "0.2.0: resume was asked for"
+    assert answer.json()["text"] == "0.2.0: resume requested"
     with Ledger(folder / "ledger.sqlite") as ledger:
         assert ledger.requests()["update"].startswith("resume ")
     assert audit_log.read(folder)[-1]["action"] == "resume-update"
@@ -275,7 +275,7 @@ def test_an_update_that_devices_fetch_is_shown_and_gone_on_with(client: TestClie
 
 def test_revoking_asks_the_aggregator(client: TestClient, folder: Path) -> None:
     answer = client.post("/actions/revoke", json={"device": "attic-01"}, headers=ORIGIN)
-    assert answer.json()["text"] == "attic-01 leaves when the aggregator runs"
+    assert answer.json()["text"] == "attic-01 is revoked when the aggregator runs"
     with Ledger(folder / "ledger.sqlite") as ledger:
         assert list(ledger.requests()) == ["revoke/attic-01"]
     assert read(folder)["d/attic-01"]["pending"] == "revoke"

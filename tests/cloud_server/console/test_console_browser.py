@@ -192,7 +192,7 @@ def test_a_halted_update_is_on_the_page_and_ended_after_a_question(page: Page) -
     page.until(lambda: page.text_of("dialog h2") == "End the update?")
     assert page.driver.switch_to.active_element.text == "Cancel"
     page.click("dialog [type=submit]")
-    page.until(lambda: "0.2.0: abort was asked for" in page.text_of("dialog .outcome"))
+    page.until(lambda: "0.2.0: abort requested" in page.text_of("dialog .outcome"))
     page.click("dialog [type=button]")
     page.until(lambda: not page.all("dialog"))
     update_record.path_in(page.fleet.folder).unlink()

@@ -100,7 +100,7 @@ def test_an_operators_certificate_opens_it_and_no_other(programs: Programs, tmp_
         for headers in ({}, token):
             refused = opened.get("/rounds/1", headers=headers)
             assert refused.status_code == 403
-            assert "the certificate of 'attic-01' is no operator's" in refused.json()["error"]
+            assert "the certificate of 'attic-01' is not an operator's" in refused.json()["error"]
     other = credentials_for(fleet, ".operator-0", tmp_path / "other", stranger)
     with client((other.cert, other.key)) as opened, pytest.raises(httpx2.TransportError):
         opened.get("/session")
@@ -111,7 +111,7 @@ def test_a_taken_port_and_a_folder_without_a_fleet_say_so(programs: Programs, tm
     port = httpx2.URL(address(programs, fleet.folder)).port
     taken = run_to_end(metafleet("console", fleet.folder, "--port", port))
     assert taken.returncode == 1
-    assert "--port names another one" in taken.stderr
+    assert "choose another --port" in taken.stderr
     nothing = run_to_end(metafleet("console", tmp_path))
     assert nothing.returncode == 2
     assert "there is no fleet here" in nothing.stderr

@@ -57,9 +57,9 @@ def test_a_device_is_back_when_it_was_started_anew_with_the_version() -> None:
     watch = watching(broker, other)
     assert watch.well()
     watch.before()
-    assert "not heard of" in watch.missing("1.1")
+    assert "heard nothing" in watch.missing("1.1")
     say(broker, st="off", boot="first")
-    assert "not heard of" in watch.missing("1.1")
+    assert "heard nothing" in watch.missing("1.1")
     say(broker, boot="second", ver="1.0")
     assert "says that it is version 1.0" in watch.missing("1.1")
     say(broker, st="off", boot="second", ver="1.1")
@@ -85,7 +85,7 @@ def test_an_invalid_presence_is_no_sign_of_life() -> None:
     watch = watching(broker)
     watch.before()
     broker.publish(TOPIC, b"[]", retain=True)
-    assert "not heard of" in watch.missing("1.0")
+    assert "heard nothing" in watch.missing("1.0")
 
 
 def test_without_a_broker_the_device_itself_is_asked() -> None:
@@ -118,7 +118,7 @@ def test_the_operators_certificate_sees_a_device_come_back_over_tls(
         device.open()
         watch = MqttWatch(name, "kitchen", MqttLink(broker.url, client_id="flash", **tls), other)
         watch.before()
-        assert "not heard of" in watch.missing("1.1")
+        assert "heard nothing" in watch.missing("1.1")
         until(lambda: device.connected, lambda: device.poll(0.05))
         presence = Presence(st="on", boot="first", ver="1.1")
         device.publish(topics.presence(name, "kitchen"), messages.encode(presence), retain=True)

@@ -167,7 +167,7 @@ def test_a_card_is_written_after_its_name_was_given_and_not_without(desk, tmp_pa
     monkeypatch.setattr("sys.stdin", io.StringIO("sdx\n"))
     before = invitations(desk)
     for rehearse, typed, said in ((True, None, "--yes-erase sdx"), (True, "sdy", "nothing was written"),
-                                  (False, "sdx", "no block device")):
+                                  (False, "sdx", "not a block device")):
         with pytest.raises(ConfigError, match=said):
             flash(desk, str(path), rehearse=rehearse, yes_erase=typed)
     assert set(path.read_bytes()) == {0xAA}

@@ -65,9 +65,9 @@ def test_a_program_is_signed_for_the_devices_that_need_it_and_asked_for(desk: Pa
     (("--device", "c"), "c: is for x86_64 3.11"),
     (("--device", "d"), "d: fetches no programs"),
     (("--device", "x"), "x: is not enrolled"),
-    (("--url", "http://x/y"), "is no https address"),
+    (("--url", "http://x/y"), "is not an https address"),
     (("--within", "soon"), "--within soon: is not a duration"),
-    (("--waves", "0"), "is no list of waves"),
+    (("--waves", "0"), "is not a list of waves"),
 ])
 def test_what_cannot_be_updated_so_is_refused(desk: Path, run: Run, options: tuple[str, ...], words: str) -> None:
     ran = run("updates", "start", desk / "lab", desk / "kitchen.toml", *options)

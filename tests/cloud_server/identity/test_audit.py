@@ -142,7 +142,7 @@ def test_a_line_without_end_is_refused_and_not_read_again_and_again(
     monkeypatch.setattr(audit_log, "LARGEST_BYTES", 1 << 18)
     path = folder / audit_log.FILE
     path.write_bytes(path.read_bytes() + b"x" * (1 << 20))
-    with pytest.raises(StateError, match="none of ours"):
+    with pytest.raises(StateError, match="that Metafleet did not write"):
         audit_log.append(folder, {"id": "1", "at": 1.0})
     assert len(audit_log.check(folder).torn) > 1
 

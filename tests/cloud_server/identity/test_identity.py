@@ -171,7 +171,7 @@ def test_a_token_is_for_a_broker_with_tls(enroller: Enroller) -> None:
     with pytest.raises(ConfigError, match="a token needs a broker with TLS"):
         make_token(enroller.fleet, "d0", "mqtt://h:1", "mqtts://h:2", 60)
     assert enrolment_url(enroller.fleet, "mqtts://h:7000") == "mqtts://h:7001"
-    with pytest.raises(ConfigError, match="has no next port for tokens"):
+    with pytest.raises(ConfigError, match="devices with a token need an address"):
         enrolment_url(enroller.fleet, "wss://h/mqtt")
     assert enrolment_url(enroller.fleet, f"mqtts://h:{mosquitto_config.PORT}") == f"mqtts://h:{mosquitto_config.ENROLMENT_PORT}"
 

@@ -153,7 +153,7 @@ def test_the_command_bridges_leaves_and_removes(
     names = Names(fleet, "homeassistant")
     with private_broker(tmp_path / "broker") as broker:
         program = programs.start(*metafleet("home-assistant", fleet.folder, "--broker", broker.url, "--every", "1"))
-        program.wait_for("the devices are in Home Assistant's broker")
+        program.wait_for("the devices are announced to Home Assistant")
         reader = RecordingLink(MqttLink(broker.url, client_id="reader"))
         reader.link.open()
         reader.link.subscribe("homeassistant/#", "metafleet/#")
@@ -173,7 +173,7 @@ def payloads(reader: RecordingLink) -> list[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (("--prefix", "a/#"), "'a/#' is no discovery prefix"), (("--password-file", "p"), "a password needs its user"),
+    (("--prefix", "a/#"), "'a/#' is not a discovery prefix"), (("--password-file", "p"), "a password needs a user"),
     (("--broker", "mqtt://home.example"), "is plain MQTT that leaves this machine"),
 ])
 def test_wrong_options_are_named(

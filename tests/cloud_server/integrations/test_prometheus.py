@@ -125,7 +125,7 @@ def test_panels_do_not_overlap_and_ask_for_the_chosen_source() -> None:
 
 def test_a_port_in_use_is_told(fleet: Fleet) -> None:
     port, end = prometheus.serve(fleet, "127.0.0.1", 0)
-    with pytest.raises(LinkError, match="cannot be listened on"):
+    with pytest.raises(LinkError, match="cannot listen at this address"):
         prometheus.serve(fleet, "127.0.0.1", port)
     end()
 

@@ -158,7 +158,7 @@ def test_a_first_device_without_samples_holds_up_nobody_who_comes_later(fleet):
         w.start_agent(f"d{n}", toy(n))
     assert seconds(w, lambda: w.closed() == 2) < 5
     assert counted(w, 2) == {"d1", "d2", "d3"}
-    assert w.logged("round 1: no update comes from d0; asked as well: d1")
+    assert w.logged("round 1: no update will come from d0; asked instead: d1")
 
 
 def test_a_first_device_that_dies_holds_up_the_others_for_its_grace_and_no_longer(fleet):

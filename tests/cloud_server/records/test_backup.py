@@ -74,7 +74,7 @@ def test_a_backup_that_is_one_round_old_is_noticed(fleet):
     put_back(w)
     assert w.closed() == 1
     assert w.pump(lambda: done(w) and w.closed() == 2, tick_s=TICK_S)
-    assert w.logged("d0 learned in round 2")
+    assert w.logged("d0 has an update of round 2 that this ledger did not count")
     fresh = w.folder / "fleet" / "fleet.toml"
     fresh.write_text(fresh.read_text().replace("rounds = 2", "rounds = 4"))
     w.kill_server()

@@ -1333,7 +1333,7 @@ def test_a_trainer_that_dies_costs_its_device_one_round(fleet):
 
 @pytest.mark.parametrize(
     ("program", "wanted"),
-    [("import sys; sys.exit(3)", "exit code 3"), ("import os; os.write(1, b'x' * 99); input()", "nonsense")],
+    [("import sys; sys.exit(3)", "exit code 3"), ("import os; os.write(1, b'x' * 99); input()", "malformed")],
 )
 def test_a_trainer_process_that_dies_or_babbles_ends_its_job_with_an_error(monkeypatch, program, wanted):
     trainer = TrainerProcess()
@@ -1342,7 +1342,7 @@ def test_a_trainer_process_that_dies_or_babbles_ends_its_job_with_an_error(monke
     for _ in range(2):
         trainer.submit(Job("train", {"round": 1}))
         done = next(found for found in map(lambda _: trainer.poll(), range(10_000_000)) if found is not None)
-        assert wanted in done.error or "does not take the job" in done.error
+        assert wanted in done.error or "did not take the job" in done.error
         assert done.kind == "train"
         assert not trainer.busy
     trainer.stop()
@@ -1354,7 +1354,7 @@ def test_a_trainer_process_that_cannot_be_started_ends_its_job_with_an_error(mon
     trainer.submit(Job("train", {"round": 1}))
     done = trainer.poll()
     assert done is not None
-    assert "does not take the job" in done.error
+    assert "did not take the job" in done.error
     assert not trainer.busy
 
 
@@ -1842,9 +1842,9 @@ def test_devices_that_know_more_than_a_restored_backup_start_their_duals_again(f
     w.start_server()
     w.start_agent("d0")
     assert w.pump(lambda: finished(w) and settled(w), tick_s=TICK_S)
-    assert w.logged("d0 learned in round 4 what this ledger did not count")
+    assert w.logged("d0 has an update of round 4 that this ledger did not count")
     assert w.logged("every device's dual starts again from zero")
-    assert len([line for line in w.lines if "d0 learned in round" in line]) == 1
+    assert len([line for line in w.lines if "d0 has an update of round" in line]) == 1
     check_duals(w, feedback=True)
 
 

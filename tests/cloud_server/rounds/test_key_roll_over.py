@@ -115,7 +115,7 @@ def test_one_device_that_does_not_follow_keeps_the_old_key_signing_until_the_mid
     with Ledger(w.fleet.ledger_path) as ledger:
         facts = fleet_status.facts(w.fleet, ledger)
     assert facts["key"]["behind"] == ["d2"]
-    assert any("is announced: 2 devices have followed, 1 have not (d2)" in line
+    assert any("is announced: 2 devices have switched, 1 have not (d2)" in line
                for line in fleet_status.lines(facts, w.fleet.folder))
     with pytest.raises(ConfigError, match="is under way"):
         roll(w)

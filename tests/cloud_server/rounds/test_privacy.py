@@ -276,7 +276,7 @@ def test_an_update_made_by_other_rules_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "privacy", "more", "said"),
     [
-        ("pfldyn-proto", 'mode = "central"', "", "walks away from its minimum"),
+        ("pfldyn-proto", 'mode = "central"', "", "moves away from its minimum"),
         ("pfedhn", 'mode = "local"', "", "does not sum or average"),
         ("fedavg", 'mode = "central"', '[robust]\nrule = "median"', "robust rule 'median'"),
         ("fedavg", 'mode = "lokal"', "", "did you mean 'local'"),

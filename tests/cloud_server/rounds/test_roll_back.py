@@ -71,7 +71,7 @@ def test_an_operator_takes_training_back_to_an_earlier_served_model(tmp_path: Pa
     back = went_back(w)
     assert (back["to"], back["why"]) == (2, "an operator asked for it")
     assert back["from"] in (number, number + 1), "the open round is completed before"
-    assert w.logged("training goes on from the model of round 2: an operator asked for it")
+    assert w.logged("training continues from the model of round 2: an operator asked for it")
     assert distance(w.server.checkpoint.state.served, early) == 0.0
     assert w.server.served_round == back["from"], "what is served is the earlier model, under the last round's number"
     assert 4 not in served_rounds(w.fleet.folder / "state") or back["from"] == 4

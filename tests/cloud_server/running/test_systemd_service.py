@@ -83,7 +83,7 @@ def test_a_service_of_the_system_runs_as_the_owner_of_the_folder_and_never_as_ro
 def test_a_path_that_a_unit_cannot_name_is_refused(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "my fleet"
     shutil.copytree(finished / "fleet", folder)
-    with pytest.raises(ConfigError, match="a unit file cannot name it as it is"):
+    with pytest.raises(ConfigError, match="a unit file cannot contain this path"):
         systemd_service.service_of(Fleet.load(folder), [], user=True)
 
 

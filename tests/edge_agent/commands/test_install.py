@@ -220,7 +220,7 @@ def test_a_folder_of_another_fleet_or_device_is_refused(run: Run, tmp_path: Path
         ("install", other_fleet, "--home", home): "is a device of another fleet, 'desk'; expected 'barn'",
         ("install", path, "--home", home, "--name", "d2"): "is the device 'd1'; expected 'd2'",
         ("install", path, "--home", tmp_path / "operator"): "is a fleet's own folder",
-        ("install", path, "--home", tmp_path / "a b"): "'a b' is no name for a device",
+        ("install", path, "--home", tmp_path / "a b"): "'a b' is not a valid device name",
     }
     for arguments, complaint in cases.items():
         code, out, err = run(*arguments)
@@ -248,7 +248,7 @@ def test_a_model_that_answers_the_held_back_samples_much_worse_is_rolled_back(ru
     np.save(tmp_path / "x.npy", np.eye(3, 8, dtype=np.float32) * 3)
     answer = run("predict", tmp_path / "x.npy", "--home", home, "--json")[1]
     code, _, err = run("install", written(tmp_path, blind, "blind.bundle"), "--home", home)
-    assert (code, "before: what answered before goes on" in err) == (1, True), err
+    assert (code, "before: the device keeps its former model" in err) == (1, True), err
     assert run("predict", tmp_path / "x.npy", "--home", home, "--json")[1] == answer
     status = json.loads(run("status", "--home", home, "--json")[1])
     assert (status["serve"]["round"], status["rolled_back"]["round"]) == (7, 9)

@@ -135,7 +135,7 @@ def test_unlabelled_samples_are_listed_shown_and_labelled() -> None:
 @pytest.mark.parametrize(("body", "status", "words"), [
     ({"id": "ab", "label": "b"}, 200, ""),
     ({"id": "ab", "label": "b", "parameters": {"new_classes": True}}, 200, ""),
-    ({"id": "ab"}, 400, "'label' is"), ({"id": 7, "label": "b"}, 400, "'id' is"), ([], 400, "no JSON object"),
+    ({"id": "ab"}, 400, "'label' is"), ({"id": 7, "label": "b"}, 400, "'id' is"), ([], 400, "not a JSON object"),
     ({"id": "ab", "label": "b", "parameters": {"new_classes": 1}}, 400, "'new_classes' is"),
 ])  # fmt: skip
 def test_a_label_comes_with_an_id(body: Any, status: int, words: str) -> None:
@@ -288,7 +288,7 @@ def test_what_the_model_refuses_has_its_status(error: FleetError, status: int) -
 
 
 @pytest.mark.parametrize(("said", "words"), [
-    ([], "no JSON object"),
+    ([], "not a JSON object"),
     ({}, "'inputs' is missing"),
     ({"inputs": {}}, "'inputs' is an object"),
     ({"inputs": []}, "'x' is missing"),
@@ -307,16 +307,16 @@ def test_what_the_model_refuses_has_its_status(error: FleetError, status: int) -
     ({"inputs": [x_of(shape=[])]}, "its shape is []"),
     ({"inputs": [x_of([1, 2, 3])]}, "3 values"),
     ({"inputs": [x_of([[1, 2], [3]])]}, "the nesting of its"),
-    ({"inputs": [x_of([[1, 2], [3, [4]]])]}, "no FP32"),
+    ({"inputs": [x_of([[1, 2], [3, [4]]])]}, "not FP32"),
     ({"inputs": [x_of("1234")]}, "'data' is '1234'"),
-    ({"inputs": [x_of([1, 2, 3, "4"])]}, "no FP32"),
-    ({"inputs": [x_of([1, 2, 3, True])]}, "no FP32"),
-    ({"inputs": [x_of([1, 2, 3, None])]}, "no FP32"),
+    ({"inputs": [x_of([1, 2, 3, "4"])]}, "not FP32"),
+    ({"inputs": [x_of([1, 2, 3, True])]}, "not FP32"),
+    ({"inputs": [x_of([1, 2, 3, None])]}, "not FP32"),
     ({"inputs": [x_of([1, 2, 3, 1e39])]}, "not finite"),
     ({"inputs": [x_of([1, 2, 3, 10**400])]}, "out of the range"),
     ({"inputs": [{**x_of(), "parameters": {"binary_data_size": 0}}]}, "'binary_data_size' is '0'"),
     ({"inputs": [{**x_of(), "parameters": {"shared_memory_region": "r"}}]}, "shared memory extension"),
-    ({"inputs": [{**x_of(), "parameters": []}]}, "'parameters' is no object"),
+    ({"inputs": [{**x_of(), "parameters": []}]}, "'parameters' is not an object"),
     ({"inputs": [x_of()], "id": 7}, "'id' is '7'"),
     ({"inputs": [x_of()], "parameters": {"sequence_id": 7}}, "sequence extension"),
     ({"inputs": [x_of()], "parameters": {"binary_data_output": 1}}, "true or false"),

@@ -57,7 +57,7 @@ def test_a_sample_may_come_with_its_label(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("x", "said"), [
     (X[:7], r"a sample float32 \[7\]"), (X[None], r"a sample float32 \[1, 8\]"), (["a"] * 8, "a sample"),
-    (np.full(8, np.nan, np.float32), "not finite"), ([[1, 2], [3]], "no array"),
+    (np.full(8, np.nan, np.float32), "not finite"), ([[1, 2], [3]], "not an array"),
 ])  # fmt: skip
 def test_what_is_no_sample_is_refused(tmp_path: Path, x: Any, said: str) -> None:
     device = made(tmp_path / "d")

@@ -81,7 +81,7 @@ def test_labels_that_are_added_after_a_shift_personalize_again_and_begin_anew(tm
     service.local().add(np.asarray(later.x[:30] + 20, np.float32), [later.classes[k] for k in later.y[:30]]
                         if later.classes else [homes.CLASSES[k] for k in later.y[:30]])
     assert drift.personalize_again(service, 0, said.append) == 30
-    assert said == ["what this device sees has moved: personalized again, with 30 added samples, by proto"]
+    assert said == ["drift: personalized again, with 30 added samples, by proto"]
     assert service.drift.moved_at == 0
     assert drift.personalize_again(service, 30, said.append) == 30
     assert len(said) == 1

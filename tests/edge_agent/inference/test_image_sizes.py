@@ -165,7 +165,7 @@ def test_over_http_the_metadata_tells_that_any_size_is_taken_and_other_shapes_ar
 def test_images_of_several_sizes_need_a_size_and_the_error_says_how(photos: Path) -> None:
     with pytest.raises(DataError, match="--size 64"):
         load_data(str(photos))
-    with pytest.raises(DataError, match="'large' is no size"):
+    with pytest.raises(DataError, match="'large' is not an image size"):
         load_data(str(photos), size="large")
-    with pytest.raises(DataError, match="'crop' is no way to fit images"):
+    with pytest.raises(DataError, match="'crop' is not a way to fit images"):
         load_data(str(photos), size="64", fit="crop")

@@ -220,10 +220,10 @@ def test_the_command_personalizes_without_torch_and_another_process_answers_the_
 
 @pytest.mark.parametrize(("method", "way", "words", "working"), [
     (HEADLESS, "adapt", "has no graph 'adapt'", "method, proto, head, knn, auto"),
-    (HEADLESS, "none", "are no complete model", "method, proto, head, knn, auto"),
+    (HEADLESS, "none", "are not a complete model", "method, proto, head, knn, auto"),
     ("knn-per", "adapt", "has no graph 'adapt'", "method, proto, head, knn, none, auto"),
     ("lg-fedavg", "proto", "each device has its own encoder", "method, adapt"),
-    ("fedper", "none", "are no complete model", "method, proto, head, knn, adapt, auto"),
+    ("fedper", "none", "are not a complete model", "method, proto, head, knn, adapt, auto"),
 ])
 def test_an_impossible_personalizer_is_refused_with_the_reason_and_the_possible_ones(
     tmp_path: Path, method: str, way: str, words: str, working: str

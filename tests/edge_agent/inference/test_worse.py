@@ -161,7 +161,7 @@ def test_a_personalization_that_answers_worse_is_refused_and_the_model_before_co
     service = device(tmp_path, "fedavg-meta")
     before, was = service.answers(X), accuracy(service)
     slots = {name: data for name, data in held(service).items() if name.startswith("slots")}
-    with pytest.raises(WorseModel, match="what answered before goes on") as refused:
+    with pytest.raises(WorseModel, match="not personalized, the former model answers") as refused:
         change(service)
     assert "worse_by" in str(refused.value.hint)
     assert service.answers(X) == homes.restored(service.slots.folder.parent).answers(X) == before

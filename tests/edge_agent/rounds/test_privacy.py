@@ -356,7 +356,7 @@ def test_the_class_means_that_fedproto_shares_by_its_design_are_found_and_said(t
     assert found(sent, samples_of(agent)) == 0
     assert "prototypes" in method_catalogue.transfer_text(METHODS["fedproto"], "up")
     (said,) = [line for line in w.fleet.remarks() if "class means" in line]
-    assert "leave it by this method's design" in said, "by 'metafleet init' and 'metafleet server start'"
+    assert "which reveal something about its samples" in said, "by 'metafleet init' and 'metafleet server start'"
     w.server.close()
 
 

@@ -155,5 +155,5 @@ def test_a_board_without_a_camera_says_what_to_do(
 
 
 def test_a_fleet_that_learns_no_images_has_no_camera(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"samples float32 \[2, 8\] are no images"):
+    with pytest.raises(SourceError, match=r"samples float32 \[2, 8\] are not images"):
         camera.camera_feed(source(), tmp_path, InputSpec((2, 8)))

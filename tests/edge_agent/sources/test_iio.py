@@ -119,6 +119,6 @@ def test_a_channel_that_fails_is_named(tmp_path: Path) -> None:
     folder = sensor(tmp_path)
     feed = IioFeed(source(tmp_path, "accel_x"))
     (folder / "in_accel_x_raw").write_text("busy")
-    with pytest.raises(SourceError, match="channel accel_x cannot be read: it is no number"):
+    with pytest.raises(SourceError, match="channel accel_x cannot be read: it is not a number"):
         feed.read(0.1)
     feed.close()

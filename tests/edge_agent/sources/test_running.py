@@ -125,8 +125,8 @@ def test_a_source_that_fails_is_opened_again_and_says_so_once(tmp_path: Path, mo
     source.start()
     waiting.until(lambda: source.state.state == "ended")
     assert all(one.closed for one in (*broken, strange, last))
-    assert said[:2] == ["source s: x: no sensor; tried again, the agent goes on",
-                        "source s: ValueError: a bug; tried again, the agent goes on"]
+    assert said[:2] == ["source s: x: no sensor; the agent tries again",
+                        "source s: ValueError: a bug; the agent tries again"]
     assert source.state.last_error == "ValueError: a bug"
     assert source.state.kept == 1, "windows do not go over a failure"
 

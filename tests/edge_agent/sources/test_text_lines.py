@@ -49,7 +49,7 @@ def test_a_line_may_have_many_forms(text: str, columns: tuple[str, ...], wanted:
     ("1,2\n1,nan\n", "nan of channel 2 is not finite"), ('{"ax": 1}\n{"ay": 1}\n', "a line has no 'ax'"),
     ('{"ax": true}\n', "true of ax is not a number"), ('{"ax": NaN}\n', "NaN is not a JSON number"),
     ('{"ax": 1\n', "a line cannot be read: Expecting"), ('{"x": [[1], [2, 3]]}\n', "x is empty, ragged"),
-    ('{"ax": 1, "label": [1]}\n', "the label [1] is no text"), ('{"label": "on"}\n', "a line has no number"),
+    ('{"ax": 1, "label": [1]}\n', "the label [1] is not text"), ('{"label": "on"}\n', "a line has no number"),
     ("[[1, 2]]\n", "[1, 2] of number 1 is not a number"), ('{"ax": 1e999}\n', "inf of ax is not finite"),
     ("[" * 5000 + "\n", "a line cannot be read"), ("1," + "9" * MAX_LINE_BYTES + "\n", "a line of over 65536 bytes"),
     ('a,"b\n', "a line cannot be read"), ("1,2\n\xff\n".encode("latin-1").decode("latin-1"), "a line"),

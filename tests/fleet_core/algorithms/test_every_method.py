@@ -344,7 +344,7 @@ def test_a_device_without_torch_answers_as_far_as_it_can_and_says_what_it_cannot
     assert said
     assert w.logged("pip install \"metafleet[train]\"")
     # the fleets here have no graph of steps
-    stated = stated.removeprefix("tuned weights; ").removesuffix(" where its steps are no graph")
+    stated = stated.removeprefix("tuned weights; ").removesuffix(" if its steps cannot become a graph")
     if stated == "the fleet's model":
         assert service.answers(toy(5).x[:4]).personalization == "none"
         assert w.logged("the fleet's model answers as it is")
@@ -529,8 +529,8 @@ def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> Non
     assert by_kind["model"].down == nothing * len(NAMES), "once: it is the same in every round"
     assert by_kind["update"].up == nothing * len(NAMES) * ROUNDS
     assert nothing < 32
-    expected = f"local shares nothing: a device fetches a model of {nothing} bytes once, and sends as many a round"
-    assert w.logged(expected)
+    expected = f"a device fetches a model of {nothing} bytes once, and sends as many in each round"
+    assert w.logged(f"local shares nothing: {expected}")
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def test_all_mistakes_of_a_profile_are_reported_at_once_in_order_with_line_key_a
     ('[power]\nsensor = "pmic"\nscale = 1.1\nsource = "s"\n', "power.scale: has no source: add correction"),
     ("[compute]\neffective_flop_per_s = 1e9\n", "compute.effective_flop_per_s: has no source"),
     ("[radio]\nj_per_byte = 1e-7\n", "radio.j_per_byte: has no source"),
-    ('[power]\nidle_w = 1\nbusy_w = 2\nother_watts = [[2, 1]]\nsource = "s"\n', "power.other_watts[0]: is no pair"),
-    ('[power]\nidle_w = 1\nbusy_w = 2\nother_watts = [[2]]\nsource = "s"\n', "power.other_watts[0]: is no pair"),
+    ('[power]\nidle_w = 1\nbusy_w = 2\nother_watts = [[2, 1]]\nsource = "s"\n', "power.other_watts[0]: is not a pair"),
+    ('[power]\nidle_w = 1\nbusy_w = 2\nother_watts = [[2]]\nsource = "s"\n', "power.other_watts[0]: is not a pair"),
     ('[power]\nother_watts = [[1, 2]]\nsource = "s"\n', "power.other_watts: needs idle_w and busy_w"),
     ("[can]\ntrain_batch = 8\n", "can.train_batch: has no source"),
     ('[wheels]\npins = { torch = "2.9.1" }\n', "wheels.pins: has no source"),
@@ -195,7 +195,7 @@ def test_the_mistakes_of_all_files_in_a_folder_are_reported_at_once(tmp_path: Pa
     with pytest.raises(ConfigError) as told:
         catalogue.all_of(folder)
     for expected in ("one.toml:1: name: 'b' is not the file's name (did you mean 'one'?)", "two.toml:1: arch",
-                     "two.toml:1: title: missing", "three.toml: is no TOML"):
+                     "two.toml:1: title: missing", "three.toml: is not TOML"):
         assert expected in str(told.value)
 
 

@@ -158,5 +158,5 @@ def test_init_says_the_rate_of_readings_and_the_layouts_hash_does_not_depend_on_
     assert Layout.from_json(with_rate.to_json()).input.rate_hz == 50
     assert "rate_hz" not in without.to_json()
     assert with_rate.hash == without.hash
-    with pytest.raises(DataError, match="50 Hz is no rate of sound"):
+    with pytest.raises(DataError, match="50 Hz is not a valid rate for sound"):
         load_data(str(tmp_path / "r.csv"), rate=50)

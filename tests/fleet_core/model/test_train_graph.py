@@ -90,6 +90,6 @@ def test_a_graph_trains_with_the_estimators_of_its_loss_and_its_constants() -> N
     assert proto.refuses("proto", hyper) == ""
     assert "made with distance = 'squared'" in proto.refuses("proto", replace(hyper, distance="norm"))
     assert "is not of the estimator none" in proto.refuses("none", hyper)
-    assert "the estimator gp is no graph" in proto.refuses("gp", hyper)
+    assert "there is no graph for the estimator gp" in proto.refuses("gp", hyper)
     assert INFO.refuses("maml-exact", None) == ""
     assert "not of the estimator maml-exact" in replace(INFO, product=False).refuses("maml-exact", None)

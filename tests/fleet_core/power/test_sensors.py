@@ -417,7 +417,7 @@ def test_a_sensor_that_does_not_read_is_reported_and_the_model_is_taken(
     with caplog.at_level(logging.WARNING):
         assert isinstance(choose_meter(board, (2.5, 8.0), this_machine.root), WattsModel)
         assert choose_meter(board, None, this_machine.root) is None, "its table has no watts"
-    assert "energy is not measured by PMIC: " in caplog.text
+    assert "energy is not measured with PMIC: " in caplog.text
     assert "hint: it is part of Raspberry Pi OS" in caplog.text
 
 

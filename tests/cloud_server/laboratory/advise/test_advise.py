@@ -221,7 +221,7 @@ def test_where_training_alone_ties_no_fleet_is_needed_and_the_best_method_is_nam
     assert (found.chosen.method, federated(found).method) == ("local", "fedavg")
     first, *rest = sentences(found, FACTS)
     assert first.startswith("These devices do as well alone: local with mlp")
-    assert first.endswith("For a fleet all the same, take fedavg with mlp, int8 on the wire.")
+    assert first.endswith("If you want a fleet anyway, take fedavg with mlp, int8 on the wire.")
     assert not any(text.startswith("Training alone") for text in rest)
 
 
@@ -308,7 +308,7 @@ def test_what_simple_answers_come_to_is_reported_and_who_memorised() -> None:
                    rounds=19)
     facts = baseline_facts(found, beside)
     text = sentences(found, {**FACTS, **facts})
-    assert ("Beside it: a plain baseline, nearest mean on spectrum and statistics, that learned from all devices "
+    assert ("For comparison: a plain baseline, nearest mean on spectrum and statistics, that learned from all devices "
             "together has 93.0 %; each device's most frequent class has 36.0 %.") in text
     assert ("Warning: fedavg with mlp: a plain baseline (nearest mean on spectrum and statistics) reaches 0.930, this "
             "model 0.710 after 19 rounds.") in text

@@ -73,7 +73,7 @@ def go_on_after_a_death(
 
     with pytest.raises(RoundError, match=says) as caught:
         lab.run_first(asked, folder, executor=executor, told=on_round)
-    assert "goes on where this run was" in str(caught.value)
+    assert "continues this run" in str(caught.value)
     assert len(rows) == 2
     return lab.comparable(lab.run_first(asked, folder, side_by_side=2), DEVICES)
 
@@ -90,7 +90,7 @@ def test_processes_give_what_one_gives_and_a_run_continues_after_the_death_of_on
         os.kill(next(iter(executor._pool._processes)), signal.SIGKILL)
         until(lambda: executor._pool._broken)  # otherwise the other worker may finish before it is noticed
 
-    assert go_on_after_a_death(asked, tmp_path / "died", executor, kill, "a process died at its work") == wanted
+    assert go_on_after_a_death(asked, tmp_path / "died", executor, kill, "a process died while it worked") == wanted
     executor.close()
 
 

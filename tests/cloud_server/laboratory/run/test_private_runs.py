@@ -58,7 +58,7 @@ def test_where_nobody_knows_who_was_drawn_epsilon_is_smaller(tmp_path: Path) -> 
     assert hidden.rounds()[0]["privacy"]["epsilon"] < known.rounds()[0]["privacy"]["epsilon"]
     with pytest.raises(ConfigError, match=r"privacy\.amplified: needs mode = 'central'"):
         asked(tmp_path, {**LOCAL, "amplified": True})
-    with pytest.raises(ConfigError, match="walks away from its minimum"):
+    with pytest.raises(ConfigError, match="moves away from its minimum"):
         asked(tmp_path, central)
 
 

@@ -68,7 +68,7 @@ def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(DataError, match="sides of 1 to"):
         resize.fitted(np.zeros((1, 3, 0, 5), np.uint8), (3, 4, 4), "stretch")
     for text in ("0", "64x", "x64", "12345", "64 x 64"):
-        with pytest.raises(DataError, match="is no size"):
+        with pytest.raises(DataError, match="is not an image size"):
             resize.size_of(text, None)
 
 
