@@ -53,8 +53,8 @@ def write_arrays(
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # aligns the arrays to eight bytes
     parts = (array.reshape(-1).view(np.uint8).data for array in ordered.values() if array.nbytes)
-    whole = (len(text).to_bytes(8, "little"), text, *parts)
-    write_parts(path, whole, mode=mode, durable=durable, before_move=before_move)
+    head = len(text).to_bytes(8, "little")
+    write_parts(path, (head, text, *parts), mode=mode, durable=durable, before_move=before_move)
 
 
 def write_parts(
