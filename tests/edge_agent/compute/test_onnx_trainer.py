@@ -127,9 +127,13 @@ def test_a_round_syncs_to_the_disk_only_what_a_power_cut_must_not_take(
         if path.is_relative_to(home):
             synced.append("the folder" if path == home else path.parent.name if path.is_dir() else path.name)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    def offered(uploader: Uploader, *update: Any) -> bool:
+        synced.append("offered")
+        return offer(uploader, *update)
+
     offer = Uploader.offer
-    monkeypatch.setattr(Uploader, "offer", lambda *args: (synced.append("offered"), offer(*args))[1])
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Uploader, "offer", offered)
     w = world(tmp_path, config_text("pfldyn-proto", rounds=ROUNDS, devices=1), train_graph=True)
     w.start_agent("d1", toy(1), engine="onnx")
     w.start_server()
