@@ -124,11 +124,12 @@ def run_fleet(workload: Workload, setting: Setting, codec: str, engine: str = "t
         pids = [agent.pid for agent in agents]
         with Ledger(fleet.ledger_path) as ledger:
             work = watched(processes, pids, lambda: len(ledger.rounds("closed")) >= workload.rounds)
-            at_end = {"server_cpu_s": cpu_s([server.pid]), "device_cpu_s": used_by(pids) / len(pids)}
+            at_end: Figures = {"server_cpu_s": cpu_s([server.pid]), "device_cpu_s": used_by(pids) / len(pids)}
             adapting = watched(
                 processes, pids, lambda: len(ledger.rows(Evaluation)) >= workload.devices and at_rest(pids)
             )
             session = settled(processes, pids)
+            at_end["server_rest_bytes"] = memory.alone(server.pid)
             traffic, volume = network.traffic(), ledger.totals().volume
             ends = [row.closed_at for row in ledger.rounds("closed") if row.closed_at is not None]
         counted = None if volume is None or volume.wire is None else Traffic(volume.wire.up, volume.wire.down)

@@ -20,6 +20,7 @@ ROWS = {
     "agent_session": "an agent with a session, MB",
     "agent_idle": "an idle agent, MB",
     "server": "server, MB",
+    "server_rest": "server after the last round, MB",
     "wire_ratio_to_raw": "wire bytes up + down, ratio to raw float32 one way",
     "wire_idle_kb_per_hour": "idle traffic of an agent, kB per hour",
 }

@@ -43,6 +43,7 @@ class Publisher:
         self._clock, self._log = clock, log
         self._blobs: dict[str, tuple[Blob, Data]] = {}
         self._stale = self._read_kept()
+        self._listed = True  # whether the file lists every blob that may be sent
         self._manifest: bytes | None = None
         # topic, payload, id of the blob that this clears
         self._queue: deque[tuple[str, bytes | memoryview, str]] = deque()
@@ -57,7 +58,7 @@ class Publisher:
         if blob.id not in self._blobs:
             self._blobs[blob.id] = (blob, data)
             self._stale.pop(blob.id, None)
-            self._write_kept()
+            self._listed = False
             self._send(blob, data)
         return blob
 
@@ -69,7 +70,6 @@ class Publisher:
         for blob_id in [name for name in self._blobs if name not in keep]:
             self._stale[blob_id] = self._blobs.pop(blob_id)[0].n
         self._clear_stale()
-        self._write_kept()
 
     def withdraw(self) -> None:
         """Clears the manifest and every blob."""
@@ -79,7 +79,6 @@ class Publisher:
         self._stale.update({blob_id: blob.n for blob_id, (blob, _) in self._blobs.items()})
         self._blobs.clear()
         self._clear_stale()
-        self._write_kept()
 
     # After a reconnect ------------------------------------------------------------------------------------------------
 
@@ -169,6 +168,9 @@ class Publisher:
     def tick(self) -> None:
         """Sends what the broker can take now. Raises LinkError if it can never take the next message."""
         self._check_lost()
+        if self._ready_to_send and not self._listed:
+            self._write_kept()
+            self._listed = True
         while self._ready_to_send:
             topic, payload, cleared = self._queue[0]
             self._link.publish(topic, bytes(payload), retain=True)

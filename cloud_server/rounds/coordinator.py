@@ -228,19 +228,22 @@ class Coordinator:
             skipped_updates.least_norm(self.fleet.skip_below, self.checkpoint.facts),
             self._parts.arrays.of_round(number), self._parts.secure.session(number, len(chosen)),
         )
-        with self.ledger.transaction():
-            if not before:
-                self._rounds.begin(opened, len(self._members.members()))
-                self._parts.readiness.say_numbers(number)
-            self._parts.privacy.note(opened)
-        self._parts.codecs.begin(opened)
-        self._parts.arrays.begin(opened)
         self._idle, self._taken_up, self._begun = None, before is not None and self._begun != number, number
         self._parts.waiting.begin()
         self._parts.receiver.begin(opened)
-        if before is not None and self._parts.secure.interrupted(number):
+        interrupted = before is not None and self._parts.secure.interrupted(number)
+        with self.ledger.transaction():  # one sync for all that must be on the disk before the manifest is sent
+            if before is None:
+                self._rounds.begin(opened, len(self._members.members()))
+            self._parts.privacy.note(opened)
+            self._parts.codecs.begin(opened)
+            self._parts.arrays.begin(opened)
+            if not interrupted:
+                self._parts.manifests.open_round(opened, self.checkpoint)
+        if interrupted:
             return self._close_uncounted(opened, RESTARTED)
-        self._parts.manifests.open_round(opened, self.checkpoint)
+        if before is None:
+            self._parts.readiness.say_numbers(number)
 
     def _end_early(self) -> None:
         """Serves the last model of a run that has spent its budget. A run that reached its target serves it already."""

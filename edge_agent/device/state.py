@@ -230,12 +230,12 @@ class DeviceState:
     def leave_made(
         self, key: str, boot: str, round_number: int, upload: UploadManifest, data: bytes, state: ClientState
     ) -> None:
-        """Stores the trainer's encoded update, with the state after it, for the agent's ``boot``."""
+        """Stores the trainer's encoded update, with the state after it, until the agent's ``boot`` takes it."""
         arrays = storage.flatten_roles(state)
         arrays[UPLOAD] = np.frombuffer(data, dtype=np.uint8)
         upload_text = json.dumps(schema.plain(upload))
         metadata = {"format": str(FORMAT), "round": str(round_number), "upload": upload_text}
-        storage.write_arrays(self._made(key, boot), arrays, metadata, mode=0o600)
+        storage.write_arrays(self._made(key, boot), arrays, metadata, mode=0o600, before_move=True)
 
     def take_made(self, key: str, boot: str) -> Pending:
         """Makes the update that the trainer left the pending one. Raises StateError."""

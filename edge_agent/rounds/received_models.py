@@ -60,9 +60,16 @@ class Models:
         if not self.base or model == self.base:
             return model == self.base != ""
         if self._part[:2] != (self.base, groups):
-            held = self._training(groups)
-            self._part = self.base, groups, "" if held is None else payloads.identity(held.params)
+            self._part = self.base, groups, self._id_of(groups)
         return model == self._part[2]
+
+    def _id_of(self, groups: tuple[str, ...]) -> str:
+        """The id of the training model's ``groups``; empty without a training model."""
+        whole = self._home.weights("model")
+        if whole is None:
+            return ""
+        part = trees.only(whole.params, groups)
+        return whole.model if part.keys() == whole.params.keys() else payloads.identity(part)
 
     def blob_for(self, ref: ModelRef, groups: tuple[str, ...]) -> Blob | None:
         """The delta if the device holds its base, or first weights as a seed; else the moving part, if it holds the
@@ -77,8 +84,12 @@ class Models:
         return ref.codec in DRAWN or ref.base is None or self._fits(ref, groups)
 
     def _fits(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
-        here = ref.base is not None and self.weights(ref.base, groups) is not None
-        return here and ref.blob.id not in self._misfits
+        return ref.base is not None and ref.blob.id not in self._misfits and self._holds(ref.base, groups)
+
+    def _holds(self, model: str, groups: tuple[str, ...]) -> bool:
+        """Whether the device has the weights; of the training model only the file's header is read."""
+        is_here = model == self.base and self._home.held("model") == model
+        return is_here or self.weights(model, groups) is not None
 
     def _has_rest(self, ref: ModelRef, groups: tuple[str, ...]) -> bool:
         served = None if self.served is None else self.served.model

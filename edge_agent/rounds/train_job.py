@@ -111,8 +111,8 @@ class TrainJobs:
         }
 
     def _count_attempt(self, manifest: Manifest) -> None:
-        """Counts the attempts of the engine onnx, which trains in the agent's process. Raises RoundError after
-        ``ATTEMPTS``."""
+        """Counts the attempts of the engine onnx, which trains in the agent's process. The count outlives the process,
+        not a power cut. Raises RoundError after ``ATTEMPTS``."""
         path, asked = self._home.folder / "training.json", list(identity(manifest))
         try:
             held = json.loads(storage.read_bytes(path, limit=4096))
@@ -122,7 +122,7 @@ class TrainJobs:
         if before >= ATTEMPTS:
             raise RoundError(f"the agent ended {before} times while it trained this round: is there too little memory?",
                              hint="[train] max_batch and max_parameters in device.toml")
-        storage.write_json(path, {"round": asked, "attempts": before + 1}, mode=0o600)
+        storage.write_json(path, {"round": asked, "attempts": before + 1}, mode=0o600, durable=False)
 
     def ended(self, done: Done) -> Manifest | None:
         """Adds up the job's costs; returns the manifest that it was started for."""

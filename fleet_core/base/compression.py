@@ -32,7 +32,8 @@ def compress(data: bytes | memoryview, level: int | None = None, *, dictionary: 
     frame needs them too."""
     if level is None:
         return zstd.compress(data, options=OPTIONS)
-    return zstd.compress(data, level, zstd_dict=_dictionary(dictionary))
+    prepared = _dictionary(dictionary)  # digested once for each level, not at each call
+    return zstd.compress(data, level, zstd_dict=None if prepared is None else prepared.as_digested_dict)
 
 
 def decompress(data: bytes, limit: int, *, dictionary: bytes = b"") -> bytes:

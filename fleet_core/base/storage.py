@@ -40,7 +40,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = 
 
 def write_arrays(
     path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None, *, mode: int = 0o644,
-    durable: bool = True,
+    durable: bool = True, before_move: bool = False,
 ) -> None:
     """Writes named arrays as safetensors, as ``write_atomic(path, pack(arrays, metadata))`` but without a copy."""
     largest_first = sorted(arrays, key=lambda name: (-np.asarray(arrays[name]).itemsize, name))
@@ -53,11 +53,18 @@ def write_arrays(
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # aligns the arrays to eight bytes
     parts = (array.reshape(-1).view(np.uint8).data for array in ordered.values() if array.nbytes)
-    write_parts(path, (len(text).to_bytes(8, "little"), text, *parts), mode=mode, durable=durable)
+    head = len(text).to_bytes(8, "little")
+    write_parts(path, (head, text, *parts), mode=mode, durable=durable, before_move=before_move)
 
 
-def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o644, durable: bool = True) -> None:
-    """Writes the concatenated ``parts`` to ``path``, as ``write_atomic`` does."""
+def write_parts(
+    path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o644, durable: bool = True,
+    before_move: bool = False,
+) -> None:
+    """Writes the concatenated ``parts`` to ``path``, as ``write_atomic`` does.
+
+    before_move: until the caller renames the file with ``move``, which syncs the folder, a power cut may remove it.
+    """
     import tempfile
 
     try:
@@ -76,7 +83,7 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        if durable:
+        if durable and not before_move:
             sync(path.parent)
     except OSError as error:
         raise StateError(
@@ -93,9 +100,10 @@ def move(path: Path, to: Path) -> None:
         raise StateError(f"cannot be written: {error.strerror or error}", where=str(to)) from error
 
 
-def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
-    """Writes ``value`` to ``path`` atomically, as indented JSON. Raises StateError."""
-    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode(), mode=mode)
+def write_json(path: Path, value: Any, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Writes ``value`` to ``path`` as ``write_atomic`` does, as indented JSON. Raises StateError."""
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_atomic(path, text.encode(), mode=mode, durable=durable)
 
 
 def check_free_space(folder: Path, like: str) -> None:

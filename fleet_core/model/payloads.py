@@ -118,7 +118,7 @@ def apply_delta(base: Params, delta: Params) -> dict[str, dict[str, Any]]:
     """base + delta in float32; arrays that the delta lacks stay. Aggregator and devices both compute it and must get
     the same bits."""
     return trees.merged(base, trees.apply(
-        lambda d, b: (np.asarray(b, dtype=np.float32) + np.asarray(d, dtype=np.float32)).astype(np.float32), delta, base
+        lambda d, b: np.asarray(np.asarray(b, dtype=np.float32) + np.asarray(d, dtype=np.float32)), delta, base
     ))
 
 

@@ -196,6 +196,7 @@ def test_floor_and_fleet_run_and_tell_all_figures(monkeypatch: pytest.MonkeyPatc
         assert (floor[name] or 0) > 0, name
         assert (fleet[name] or 0) > 0, name
     assert bytes_of(fleet, "agent_session_bytes") < bytes_of(fleet, "device_work_bytes")
+    assert bytes_of(fleet, "server_rest_bytes") < bytes_of(fleet, "server_bytes")
     if namespaces:
         assert floor["wire_ratio_to_raw"] == pytest.approx(2.1, rel=0.05)
         assert fleet["wire_ratio_to_raw"] == pytest.approx(fleet["wire_ratio_to_raw_by_agents"], rel=0.01)

@@ -55,4 +55,6 @@ def _restored(key: str, values: Array, scale: Array | None) -> Array:
     if values.dtype != np.int8 or scale is None or scale.dtype != np.float32 or scale.shape != (1,):
         raise CodecError(f"array {key[:80]} is {values.dtype} without a float32 scale", expected="int8 and its scale")
     with np.errstate(over="ignore", invalid="ignore"):  # the layout's check finds a scale that is too large
-        return np.asarray(values.astype(np.float32) * scale[0])
+        restored = values.astype(np.float32)
+        restored *= scale[0]
+        return restored

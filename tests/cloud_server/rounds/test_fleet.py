@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -131,6 +133,43 @@ def test_a_fleet_that_is_done_continues_when_more_rounds_are_wanted(fleet):
     w.start_server()
     assert w.pump(lambda: w.closed() == 4)
     assert [r.status for r in w.server.ledger.rounds()] == ["closed"] * 4
+
+
+def test_the_aggregator_syncs_what_a_power_cut_must_not_take_before_it_says_so(fleet, monkeypatch):
+    """A round in the checkpoint, then in the ledger; the next one with its manifest's number, and the list of the blobs
+    at the broker, before either is sent. Nothing twice."""
+    w, synced = fleet(rounds=4), list[str]()
+    whole = Ledger.transaction
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.parent == w.fleet.folder / "state":
+            synced.append(path.name.strip(".").partition(".")[0].partition("-")[0])
+        elif path == w.fleet.folder / "state":
+            synced.append("the folder")
+
+    @contextlib.contextmanager
+    def transaction(ledger: Ledger, *, durable: bool = True) -> Iterator[None]:
+        outer = not ledger._db.in_transaction
+        with whole(ledger, durable=durable):
+            yield
+        if outer and durable:
+            synced.append("the ledger")
+
+    def publish(link: LoopbackLink, topic: str, payload: bytes, **options: Any) -> None:
+        if topic == topics.current("t"):
+            synced.append("manifest")
+        send(link, topic, payload, **options)
+
+    send = LoopbackLink.publish
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Ledger, "transaction", transaction)
+    monkeypatch.setattr(LoopbackLink, "publish", publish)
+    start(w, "d0", "d1", "d2")
+    assert w.pump(lambda: finished(w))
+    second, third = [k for k, what in enumerate(synced) if what == "manifest"][1:3]
+    assert synced[second + 1 : third + 1] == [
+        "round", "the folder", "the ledger", "the ledger", "published", "the folder", "manifest"]
 
 
 # b. the server's dual stays the mean of the devices' ----------------------------------------------------------------

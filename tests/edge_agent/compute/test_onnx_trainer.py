@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from cloud_server.ledger.ledger_tables import Device, Evaluation, Update
 from cloud_server.records import training_graph
 from edge_agent.compute.onnx_trainer import GraphJobs
 from edge_agent.compute.worker import Done, Inline, Job, Threaded
+from edge_agent.connection.update_upload import Uploader
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.train_job import ATTEMPTS
 from fleet_core.base import storage, trees
@@ -110,6 +112,36 @@ def test_a_graph_of_another_estimator_than_the_fleets_is_not_published(tmp_path:
     assert training_graph.read(w.fleet, layout) is not None
     other = replace(w.fleet, hyper=replace(w.fleet.hyper, distance="norm"))
     assert training_graph.read(other, layout) is None
+
+
+def test_a_round_syncs_to_the_disk_only_what_a_power_cut_must_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last signed time; the update, before it becomes the pending one; the pending one's name, before it is
+    offered; the committed one's name. Models are fetched again, attempts are counted from 0 again."""
+    synced: list[str] = []
+    home = tmp_path / "devices" / "d1"
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_relative_to(home):
+            synced.append("the folder" if path == home else path.parent.name if path.is_dir() else path.name)
+
+    def offered(uploader: Uploader, *update: Any) -> bool:
+        synced.append("offered")
+        return offer(uploader, *update)
+
+    offer = Uploader.offer
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Uploader, "offer", offered)
+    w = world(tmp_path, config_text("pfldyn-proto", rounds=ROUNDS, devices=1), train_graph=True)
+    w.start_agent("d1", toy(1), engine="onnx")
+    w.start_server()
+    assert w.pump(lambda: w.closed() == ROUNDS and evaluated(w) == {"d1"}), w.lines[-20:]
+    first, second = [k for k, what in enumerate(synced) if what == "offered"][:2]
+    names = [what.strip(".").partition(".")[0].partition("-")[0] for what in synced[first + 1 : second + 1]]
+    assert names == ["clock", "the folder", "methods", "made", "methods", "offered"]
+    w.close()
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
