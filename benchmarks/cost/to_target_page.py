@@ -56,7 +56,10 @@ def write(runs: Path) -> None:
             label, _, codec = folder.name.partition(" ")
             ended = [one for one in (folder / f"{label}-s{seed}" for seed in to_target.SEEDS) if Store(one).done]
             if ended:
-                kept.setdefault(name, {})[f"{label} {codec}"] = [asdict(to_target.curve(name, one)) for one in ended]
+                rows = kept.setdefault(name, {})
+                curves = (*rows.get(f"{label} {codec}", ()), *(asdict(to_target.curve(name, one)) for one in ended))
+                by_seed = {one["seed"]: one for one in curves}
+                rows[f"{label} {codec}"] = [by_seed[seed] for seed in sorted(by_seed)]
     write_json(RESULT, kept)
     chosen = json.loads(CHOSEN.read_text())
     found = {name: curves_of(kept[name]) for name in FIGURES if name in kept and name in chosen}

@@ -150,7 +150,7 @@ def test_a_method_is_shown_in_full_with_its_pages_and_all_that_can_be_set(run: R
 def test_deviations_from_a_paper_are_reported_with_the_method(run: Run) -> None:
     assert "Deviation: every device makes the same number of steps" in run("metafleet", "methods", "fedprox").out
     assert "in print  2 models down, 2 up" in run("metafleet", "methods", "pflscaf-maml").out
-    assert "codecs    fp32 alone" in run("metafleet", "methods", "fedproto").out
+    assert "codecs    fp32 only" in run("metafleet", "methods", "fedproto").out
     refused(run("metafleet", "methods", "fedprx"), 2, "unknown method 'fedprx'", "did you mean 'fedprox'?")
 
 

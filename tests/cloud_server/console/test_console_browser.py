@@ -31,7 +31,7 @@ AXE = ROOT / "tests" / "support" / "axe" / "axe.min.js"
 
 def address(programs: Programs, *arguments: object) -> str:
     program = programs.start(*metafleet("console", *arguments, "--port", 0))
-    program.wait_for("Ctrl-C ends it")
+    program.wait_for("Ctrl-C ends the console")
     return next(line for line in program.text().splitlines() if line.startswith("http"))
 
 

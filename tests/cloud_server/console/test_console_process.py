@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 def address(programs: Programs, *arguments: object) -> str:
     """The URL of a console that was started with ``arguments``."""
     program = programs.start(*metafleet("console", *arguments, "--port", 0))
-    program.wait_for("Ctrl-C ends it")
+    program.wait_for("Ctrl-C ends the console")
     return next(line for line in program.text().splitlines() if line.startswith("http"))
 
 

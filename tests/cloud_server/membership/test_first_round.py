@@ -237,7 +237,7 @@ def test_a_round_whose_cohort_changed_continues_after_a_kill_with_what_was_recei
     w.kill_agent("d1")
     w.start_agent("d2", toy(2))
     w.trainers["d2"].inner = Never()
-    assert w.pump(lambda: w.logged("asked as well: d2"), tick_s=TICK_S)
+    assert w.pump(lambda: w.logged("asked instead: d2"), tick_s=TICK_S)
     w.kill_server()
     w.trainers["d2"].inner = InlineTrainer()
     w.kill_agent("d2")
@@ -257,7 +257,7 @@ def test_the_servers_dual_is_the_devices_duals_when_a_newcomer_took_a_place_in_m
     assert w.pump(lambda: w.server.open is not None and len(w.server.open.received) == 1 and w.closed() >= 2)
     w.kill_agent("d1")
     w.start_agent("d2", toy(2))
-    assert w.pump(lambda: w.logged("asked as well: d2"), tick_s=TICK_S)
+    assert w.pump(lambda: w.logged("asked instead: d2"), tick_s=TICK_S)
     if killed:
         w.kill_server()
         w.start_server()
@@ -275,7 +275,7 @@ def test_devices_that_all_fail_are_asked_once_each_until_the_deadline(fleet):
         w.start_agent(f"d{n}")
     for _ in range(300):
         w.step(TICK_S)
-    assert sum("asked as well" in line for line in w.lines) == 2
+    assert sum("asked instead" in line for line in w.lines) == 2
     failures = [line for line in w.lines if line.startswith("round 1: d") and ": train: " in line]
     assert len(failures) <= 8
 

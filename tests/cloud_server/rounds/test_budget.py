@@ -107,7 +107,7 @@ def test_money_and_joules_end_a_run_as_bytes_do(fleet: Make) -> None:
 def test_joules_that_nobody_reports_are_not_kept_and_that_is_said(fleet: Make) -> None:
     w = fleet("[budget]\njoules = 1")
     assert w.pump(lambda: w.closed() == ROUNDS)
-    assert sum("warning: budget.joules cannot be kept" in line for line in w.lines) == 1
+    assert sum("warning: budget.joules cannot be enforced" in line for line in w.lines) == 1
     w.server.ledger.put(Energy(round=ROUNDS, device="d0", phase="train", joules=2.0, source="x", measured=True))
     w.server._parts.budget._looked = None
     assert w.server._parts.budget.over(ROUNDS)

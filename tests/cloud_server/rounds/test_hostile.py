@@ -119,7 +119,7 @@ def test_an_aggregator_that_was_killed_closes_to_the_same_bits(
 
 
 def test_a_method_whose_rule_is_no_mean_refuses_a_robust_rule_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fleet\.toml:\d+: robust\.rule: 'median' puts .* pfedhn does not sum"):
+    with pytest.raises(ConfigError, match=r"fleet\.toml:\d+: robust\.rule: 'median' replaces .* pfedhn does not sum"):
         world(tmp_path, f'{config_text("pfedhn")}\n[robust]\nrule = "median"\n')
     with pytest.raises(ConfigError, match=r"robust\.rule.*did you mean 'median'"):
         world(tmp_path, f'{config_text("fedavg")}\n[robust]\nrule = "medain"\n')

@@ -279,8 +279,8 @@ def test_the_command_rolls_the_key_and_says_what_follows(
     fleet = fleet_without_model(tmp_path / "fleet")
     run, old = runner(monkeypatch, capsys, "metafleet", cli.main), fleet.public_key()
     said = run("server", "roll-key", fleet.folder, "--overlap", "7d")
-    assert f"follows {key_id(old)}: devices are told when the aggregator runs" in said.out
-    assert "make a backup" in said.err
+    assert f"replaces {key_id(old)}: devices are told when the aggregator runs" in said.out
+    assert "make a new backup" in said.err
     refused = run("server", "roll-key", fleet.folder)
     assert (refused.code, "is under way" in refused.err) == (2, True)
     told = json.loads(run("server", "roll-key", fleet.folder, "--cut", "--json").out)

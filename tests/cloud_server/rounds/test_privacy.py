@@ -234,7 +234,7 @@ def test_epsilon_still_counts_a_device_that_another_has_replaced_after_a_kill(tm
     assert w.pump(lambda: opened(w, 1))
     gone, kept = w.server.open.cohort
     w.kill_agent(gone)
-    assert w.pump(lambda: w.logged(f"round 1: no update comes from {gone}"), tick_s=0.1)
+    assert w.pump(lambda: w.logged(f"round 1: no update will come from {gone}"), tick_s=0.1)
     w.kill_server()
     w.start_server()
     assert w.pump(lambda: w.closed() == 1)

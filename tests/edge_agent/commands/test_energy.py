@@ -253,7 +253,7 @@ def test_measuring_without_a_device_keeps_nothing_and_gives_the_lines_of_a_profi
 
 @pytest.mark.parametrize(("program", "expected"), [
     ("import os, signal; os.kill(os.getpid(), signal.SIGILL)",
-     "2.10.0 dies of SIGILL: this processor lacks instructions that it uses"),
+     "2.10.0 is ended by SIGILL: this processor lacks instructions that it uses"),
     ("raise ImportError('no libgomp')", "2.10.0 does not run: ImportError: no libgomp"),
     ("", None),
 ])

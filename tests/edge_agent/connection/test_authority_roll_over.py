@@ -133,7 +133,7 @@ def test_the_command_says_who_needs_the_old_authority(
     issued(fleet, ledger, "d0")
     _, invitation = make_token(fleet, "d1", "mqtts://h:1", "mqtts://h:2", 60.0)
     ledger.request(f"{INVITE}{invitation.id}", json.dumps(schema.plain(invitation)))
-    assert "2 need the old one" in run("server", "roll-authority", fleet.folder).out
+    assert "2 still need the old one" in run("server", "roll-authority", fleet.folder).out
     facts = fleet_status.facts(fleet, ledger)
     assert facts["old_authority"] == announce_keys.needed(fleet, ledger) == ["d0", "d1"]
     assert any("2 devices still need the old one: d0, d1" in line for line in fleet_status.lines(facts, fleet.folder))

@@ -133,7 +133,7 @@ def test_a_device_with_a_single_class_answers_with_it_and_one_without_samples_no
     found = Processes.of(z, np.full(5, 2), 4, RBF).probabilities(z)
     assert found.tolist() == [[0, 0, 1, 0]] * 5
     assert float(loss_of(z, np.full(5, 2), z, np.full(5, 2), RBF)) == 0
-    with pytest.raises(StateError, match="no sample"):
+    with pytest.raises(StateError, match="no labelled sample"):
         Processes.of(z[:0], np.zeros(0, np.int64), 4, RBF)
 
 

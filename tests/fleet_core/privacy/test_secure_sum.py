@@ -125,7 +125,7 @@ def test_a_device_masks_once_and_for_enough_devices() -> None:
     boxes = dict(step_of(server, "d0").boxes)
     with pytest.raises(MessageError, match="2 devices that shared"):
         made["d0"].mask({"d1": boxes["d1"]}, int8(0))
-    with pytest.raises(MessageError, match="no neighbours"):
+    with pytest.raises(MessageError, match="not neighbours"):
         made["d0"].mask({**boxes, "x": ""}, int8(0))
     made["d0"].mask(boxes, int8(0))
     with pytest.raises(MessageError, match="masked already"):

@@ -79,5 +79,5 @@ def test_a_secure_sum_is_simulated_by_the_values_that_a_fleet_would_mask(
             assert np.array_equal(array * 128, np.rint(array * 128))
             assert np.abs(array).max() <= 127 / 128
     assert any(array.any() for one in made for array in storage.flatten(one.update.groups).values())
-    with pytest.raises(ConfigError, match="not in the codec fp32"):
+    with pytest.raises(ConfigError, match="not the codec fp32"):
         asked(tmp_path, secure, codec_up="fp32")
