@@ -214,7 +214,7 @@ def test_a_demo_that_was_interrupted_leaves_nobody_and_continues_to_its_end(prog
     program.process.send_signal(signal.SIGINT)
     assert program.exit_code() == 130
     assert alive(pids) == set()
-    assert f"the same command with --out {out} goes on" in program.text()
+    assert f"the same command with --out {out} continues" in program.text()
     assert "Traceback" not in program.text()
     before = closed_rounds(out / "fleet")
     assert before == list(range(1, len(before) + 1))
