@@ -8,10 +8,10 @@ from pathlib import Path
 from edge_agent.connection.broker_login import TlsFiles, tls_files
 from edge_agent.sources.interface import MAX_MESSAGE_BYTES, Item, Lost, Pace
 from edge_agent.sources.text_lines import TextLines
-from fleet_core.base.errors import ConfigError, SourceError
+from fleet_core.base.errors import SourceError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.source_settings import Mqtt, MqttSource
-from fleet_core.link.broker_password import Login, login_of
+from fleet_core.link.broker_password import BrokerLogin, login_of
 from fleet_core.link.interface import Denied, Disconnected, Message
 from fleet_core.link.mqtt import MqttLink, check_plain
 
@@ -26,7 +26,8 @@ class Topic:
         device, own = settings.device, not about.broker
         self._url = about.broker or device.broker
         files: TlsFiles = tls_files(home, settings) if own else {}
-        login = login_of(home, settings.broker_login) if own and about.username is None else _login(about, home)
+        named = BrokerLogin(about.username, about.password_file)
+        login = login_of(home, settings.broker_login if own and named == BrokerLogin() else named)
         if not own:
             check_plain(about.broker, about.plain)
         self._link = MqttLink(
@@ -71,16 +72,3 @@ class TopicFeed:
 
     def close(self) -> None:
         self._topic.close()
-
-
-def _login(about: Mqtt, home: Path) -> Login:
-    if about.username is None:
-        return {}
-    if about.password_file is None:
-        return {"username": about.username}
-    path = home / about.password_file
-    try:
-        return {"username": about.username, "password": path.read_text(encoding="utf-8").strip()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path),
-                          expected="a file with a password") from error

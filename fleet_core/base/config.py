@@ -1,4 +1,7 @@
-"""Reads TOML files into frozen dataclasses. Reports every mistake at once, as ``file:line: key: problem``."""
+"""Reads TOML files into frozen dataclasses, and checks files with secrets that they name.
+
+Reports every mistake at once, as ``file:line: key: problem``.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,12 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path)) from error
+
+
+def check_private(path: Path) -> None:
+    """Raises ConfigError for a file with a secret that other users of the machine can read."""
+    if path.stat().st_mode & 0o077:
+        raise ConfigError("can be read by others", where=str(path), hint=f"chmod 600 {path}")
 
 
 def tables(text: str, where: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 from fleet_core.base import storage
+from fleet_core.base.config import check_private
 from fleet_core.base.errors import ConfigError
 
 SHORTEST = 16
@@ -17,8 +18,7 @@ def token_in(path: Path) -> str:
     read or whose token is too short, and StateError."""
     if not path.exists():
         storage.write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
-    if path.stat().st_mode & 0o077:
-        raise ConfigError("can be read by others", where=str(path), hint=f"chmod 600 {path}")
+    check_private(path)
     token = storage.read_bytes(path, limit=1024).decode(errors="replace").strip()
     if len(token) < SHORTEST or not token.isascii():
         raise ConfigError("is not a token", where=str(path), expected=f"at least {SHORTEST} ASCII characters",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
+from fleet_core.base.config import check_private
 from fleet_core.base.errors import ConfigError
 
 FILE = "broker.password"
@@ -36,8 +37,7 @@ def login_of(folder: Path, section: BrokerLogin) -> Login:
     """The login, empty for none. Raises ConfigError for a password without its name, or one that others can read."""
     if section.username is None:
         if section.password_file is not None:
-            raise ConfigError("a password needs its name", where="broker_login.password_file",
-                              hint="add broker_login.username")
+            raise ConfigError("a password needs its name", where="password_file", hint="add username beside it")
         return {}
     if section.password_file is None:
         return {"username": section.username}
@@ -50,8 +50,7 @@ def password_in(path: Path) -> str:
 
     if not path.is_file():
         raise ConfigError("there is no such file", where=str(path), expected="a file with the broker's password")
-    if path.stat().st_mode & 0o077:
-        raise ConfigError("can be read by others", where=str(path), hint=f"chmod 600 {path}")
+    check_private(path)
     data = storage.read_bytes(path, limit=MAX_BYTES)
     try:
         password = data.decode().removesuffix("\n").removesuffix("\r")

@@ -17,6 +17,9 @@ from statistics import median
 FACT = "returning"
 """The key in a checkpoint's facts."""
 AWAY = 5.0
+FORGOTTEN = 1000
+"""Rounds without an update after which a device counts as one that never sent any, so that what is kept does not grow
+with every device that there ever was."""
 ROUNDS = 3
 """For how many rounds a device that is back is compared with the largest usual norm. After one, its next updates would
 still be refused; after three, the others' updates are as long as its own (``tests/fleet_core/robust``)."""
@@ -42,7 +45,9 @@ class Returning:
         pauses = {name: number - self.last.get(name, 0) for name in senders}
         usual = median(pauses.values())
         back = {**self.back, **{name: number for name, pause in pauses.items() if pause > AWAY * usual}}
-        return Returning(number, {**self.last, **dict.fromkeys(senders, number)},
+        last = {**{name: at for name, at in self.last.items() if number - at < FORGOTTEN},
+                **dict.fromkeys(senders, number)}
+        return Returning(number, last,
                          {name: came for name, came in back.items() if number - came < ROUNDS}, self.largest)
 
     def facts(self, usual: Mapping[str, float]) -> dict[str, str]:

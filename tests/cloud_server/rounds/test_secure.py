@@ -74,17 +74,15 @@ def phase(w: World, wanted: str, number: int = 1) -> Callable[[], bool]:
     return there
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "pfldyn-proto"])
-def test_three_rounds_count_the_sum_of_all_and_duals_follow_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    values: dict[int, list[Any]] = {}
+def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[tuple[int, str], list[Any]], dict[int, Any]]:
+    """((round, device) -> the whole numbers int64 that it masked, each time; round -> the arrays of the sum), which
+    fill up while fleets run."""
+    masked: dict[tuple[int, str], list[Any]] = {}
     sums: dict[int, Any] = {}
     honest, updates = Participant.mask, SecureRounds.updates
 
     def seen(self: Participant, boxes: Any, own: Any) -> Any:
-        values.setdefault(self.session.round, []).append(own.astype(np.int64))
+        masked.setdefault((self.session.round, self.name), []).append(own.astype(np.int64))
         return honest(self, boxes, own)
 
     def summed(self: SecureRounds, opened: Any) -> Any:
@@ -94,12 +92,22 @@ def test_three_rounds_count_the_sum_of_all_and_duals_follow_it(
 
     monkeypatch.setattr(Participant, "mask", seen)
     monkeypatch.setattr(SecureRounds, "updates", summed)
+    return masked, sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "pfldyn-proto"])
+def test_three_rounds_count_the_sum_of_all_and_duals_follow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    masked, sums = recorded(monkeypatch)
     w = ended(started(tmp_path, method))
     exponent = w.fleet.config.privacy.exponent
     for number in range(1, ROUNDS + 1):
         assert counted(w, number) == {f"d{n}" for n in range(DEVICES)}
         whole = np.concatenate([sums[number][name].reshape(-1) for name in sorted(sums[number])]) / 2.0**exponent
-        assert np.array_equal(whole, sum(values[number]))
+        values = [value for (of, _), several in masked.items() if of == number for value in several]
+        assert np.array_equal(whole, sum(values))
         assert np.abs(whole).max() > 0
     for row in w.server.ledger.rows(Update):
         assert (row.samples, row.loss) == (None, None)
@@ -238,21 +246,7 @@ def revealed_sums(w: World, faults: BrokerFaults) -> dict[int, set[str]]:
 def test_a_death_at_any_act_leaves_whole_sums_of_one_version_of_each_update_and_true_duals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor: str
 ) -> None:
-    masked: dict[tuple[int, str], list[bytes]] = {}
-    sums: dict[int, Any] = {}
-    honest, updates = Participant.mask, SecureRounds.updates
-
-    def seen(self: Participant, boxes: Any, own: Any) -> Any:
-        masked.setdefault((self.session.round, self.name), []).append(own.astype(np.int64).tobytes())
-        return honest(self, boxes, own)
-
-    def summed(self: SecureRounds, opened: Any) -> Any:
-        made = updates(self, opened)
-        sums[opened.number] = storage.flatten(made[0].payload.groups)
-        return made
-
-    monkeypatch.setattr(Participant, "mask", seen)
-    monkeypatch.setattr(SecureRounds, "updates", summed)
+    masked, sums = recorded(monkeypatch)
     fleet = founded(tmp_path / "founded", text("pfldyn-proto", rounds=2), DEVICES)
     exponent, everyone = fleet.fleet.config.privacy.exponent, {f"d{n}" for n in range(DEVICES)}
 
@@ -267,11 +261,10 @@ def test_a_death_at_any_act_leaves_whole_sums_of_one_version_of_each_update_and_
                 assert note(w, number).startswith("not counted: the aggregator was restarted"), death.where
                 continue
             assert there >= everyone - ({"d1"} if actor == "d1" else set()), death.where
-            versions = {name: set(masked[number, name]) for name in there}
+            versions = {name: {one.tobytes(): one for one in masked[number, name]} for name in there}
             assert all(len(one) == 1 for one in versions.values()), death.where
             whole = np.concatenate([sums[number][name].reshape(-1) for name in sorted(sums[number])]) / 2.0**exponent
-            total = sum(np.frombuffer(one.pop(), np.int64) for one in versions.values())
-            assert np.array_equal(whole, total), death.where
+            assert np.array_equal(whole, sum(one.popitem()[1] for one in versions.values())), death.where
         assert all(len(one) == 1 for one in revealed_sums(w, faults).values()), death.where
         assert counted(w, 2) == everyone, death.where
         check_duals(w, feedback=True)

@@ -72,7 +72,8 @@ def test_a_broker_that_does_not_answer_is_said_and_tried_again(tmp_path: Path) -
 
 @pytest.mark.parametrize(("toml", "said"), [
     (TOML.format("mqtt://192.0.2.1"), "is plain MQTT that leaves this machine"),
-    (TOML.format("mqtt://127.0.0.1") + 'username = "me"\npassword_file = "no.txt"\n', r"no\.txt: cannot be read"),
+    (TOML.format("mqtt://127.0.0.1") + 'username = "me"\npassword_file = "no.txt"\n',
+     r"no\.txt: there is no such file"),
     (TOML.format("http://127.0.0.1"), "is not the address of a broker"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_used_are_said(tmp_path: Path, toml: str, said: str) -> None:

@@ -11,7 +11,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.robust.norm_bound import TIMES
-from fleet_core.robust.returning import AWAY, FACT, ROUNDS, Returning
+from fleet_core.robust.returning import AWAY, FACT, FORGOTTEN, ROUNDS, Returning
 from fleet_core.robust.screening import Screening
 from tests.support.quadratics import QuadraticFleet, average, dyn, random_cohorts, scaf
 
@@ -91,6 +91,16 @@ def test_a_pause_is_compared_with_the_others_and_none_is_one_after_the_whole_fle
         known = known.after(["a", "b"])
     assert known.after(["a", "b", "c"]).back == {"c": known.round + 1}
     assert known.after(["c"]).back == {}
+
+
+def test_a_device_that_is_gone_for_good_is_forgotten() -> None:
+    known = Returning().after(["a", "b", "gone"])
+    while known.round < FORGOTTEN:
+        known = known.after(["a", "b"])
+    assert "gone" in known.last
+    known = known.after(["a", "b"])
+    assert set(known.last) == {"a", "b"}
+    assert set(known.after(["a", "b", "gone"]).back) == {"gone"}
 
 
 def test_methods_without_duals_remember_nothing_of_it() -> None:
