@@ -9,7 +9,7 @@ from typing import Any
 
 from export.graph import export_graph
 from export.method_steps import with_steps
-from export.train import export_train
+from export.train_graph import export_train
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.errors import BundleError
 from fleet_core.base.trees import Params

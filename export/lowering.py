@@ -19,7 +19,7 @@ import onnxscript
 import torch
 from torch import Tensor
 
-import export.twice  # noqa: F401  declares metafleet.at_maxima
+import export.second_derivatives  # noqa: F401  declares metafleet.at_maxima
 
 aten = torch.ops.aten
 op: Any = onnxscript.opset18

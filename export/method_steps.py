@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from export.adapt import HEAD, with_adapt
+from export.adapt_graph import HEAD, with_adapt
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import trees
 from fleet_core.base.errors import BundleError

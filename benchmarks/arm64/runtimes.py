@@ -21,7 +21,7 @@ from benchmarks.arm64 import image, proof
 from benchmarks.arm64.proof import Notes, Proof
 from benchmarks.arm64.scene import Scene
 from benchmarks.on_device.cases import CASES, plain
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from export.full_bundle import Served, whole
 from firmware_profiles.package import board_needs, program
 from fleet_core.algorithms.methods.registry import METHODS

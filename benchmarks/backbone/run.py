@@ -31,7 +31,7 @@ from cloud_server.laboratory.plan import workload
 from cloud_server.laboratory.run import simulate as simulation
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.run_folder import Store
-from export.train import export_train
+from export.train_graph import export_train
 from fleet_core.algorithms.interface import read_hyper
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.backbone import backbone_file

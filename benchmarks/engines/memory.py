@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def _make(folder: Path, model: str, spec: InputSpec, method: str) -> None:
-    from export.train import export_train  # in this process alone: torch is not to be measured
+    from export.train_graph import export_train  # in this process alone: torch is not to be measured
     from fleet_core.learning import models
 
     layout = models.describe(model, spec, tuple("abcdefghij"), {})

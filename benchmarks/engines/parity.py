@@ -24,7 +24,7 @@ import torch
 from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import open_function, open_kind
 from export.graph import export_graph, samples
-from export.train import export_train
+from export.train_graph import export_train
 from fleet_core.algorithms.interface import Payload
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cloud_server.results.result import environment
 from export import method_steps
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from export.graph import export_graph
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import BundleError

@@ -25,7 +25,7 @@ from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.laboratory.run.run_folder import Store
 from cloud_server.laboratory.run.simulate import Options, simulate
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from export.graph import export_graph
 from fleet_core.base import storage, trees
 from fleet_core.base.trees import Params

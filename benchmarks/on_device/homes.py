@@ -13,7 +13,7 @@ from benchmarks.on_device.cases import LR, STEPS, SUPPORT, Case, drawn, plain
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import relearn
 from edge_agent.inference.service import service_of
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.board.device_settings import settings_of

@@ -38,7 +38,7 @@ from benchmarks.on_device.cases import CASES, LR, STEPS, SUPPORT, Case, drawn, p
 from benchmarks.on_device.homes import Place
 from cloud_server.results.result import environment
 from edge_agent.compute.onnx_session import open_steps
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from fleet_core.base.storage import write_json
 from fleet_core.learning import models
 

@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.on_device.cases import CASES, LR, STEPS, SUPPORT, drawn, plain
 from cloud_server.results.result import environment
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.storage import write_json

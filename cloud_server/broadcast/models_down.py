@@ -16,7 +16,7 @@ from cloud_server.records.checkpoint import Checkpoint, Delta
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.codecs.kinds import registry
 from fleet_core.model import payloads

@@ -16,7 +16,7 @@ from cloud_server.ledger.ledger_tables import RoundArrays as Row
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.algorithms.interface import Method, ServerState
 from fleet_core.base import trees
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving_arrays import Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import payloads
 from fleet_core.model.choose_frozen import Chosen, Schedule, next_arrays

@@ -18,7 +18,7 @@ from cloud_server.records.checkpoint import Checkpoint, Checkpoints, ServedModel
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import trees
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving_arrays import Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout

@@ -22,7 +22,7 @@ import numpy as np
 from fleet_core.algorithms.interface import ServerState
 from fleet_core.base import storage
 from fleet_core.base.errors import StateError
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 
 KEPT = 3

@@ -33,7 +33,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.backbone import backbone_file
 from fleet_core.base import config, schema, storage
 from fleet_core.base.errors import CodecError, ConfigError, StateError
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving_arrays import Moving
 from fleet_core.base.processes import typed
 from fleet_core.base.trees import Params
 from fleet_core.codecs.kinds.registry import CODECS

@@ -1,4 +1,5 @@
-"""The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop, ``parts`` builds it.
+"""The round: select, publish, collect until the deadline, apply. ``coordinator`` is the loop,
+``aggregator_parts`` builds it.
 
 ``operator_requests`` carries out what commands ask for. ``received_messages`` hands each message of a device to the
 part that handles it: ``uploads`` grants chunks, ``update_receiver`` accepts or refuses updates. ``server_rule`` applies

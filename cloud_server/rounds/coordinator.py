@@ -20,8 +20,8 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Round
 from cloud_server.records.checkpoint import Checkpoint
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.rounds.aggregator_parts import assemble
 from cloud_server.rounds.operator_requests import OperatorRequests
-from cloud_server.rounds.parts import assemble
 from cloud_server.rounds.received_messages import DeviceMessages
 from cloud_server.rounds.secure_round import RESTARTED
 from fleet_core.algorithms.interface import Update

@@ -11,8 +11,8 @@ from cloud_server.broadcast.program_waves import REQUEST as UPDATE
 from cloud_server.ledger import disk_errors
 from cloud_server.ledger.ledger import requested_at
 from cloud_server.ledger.ledger_tables import Invitation
+from cloud_server.rounds.aggregator_parts import Parts
 from cloud_server.rounds.decide_roll_back import REQUEST as ROLL_BACK
-from cloud_server.rounds.parts import Parts
 from fleet_core.protocol.device_messages import Down
 
 LOOK_S = 0.25

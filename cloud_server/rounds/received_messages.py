@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.results import evaluations
+from cloud_server.rounds.aggregator_parts import Parts
 from cloud_server.rounds.operator_requests import OperatorRequests
-from cloud_server.rounds.parts import Parts
 from fleet_core.base.errors import MessageError
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report

@@ -16,7 +16,7 @@ from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ServerState, Update
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError
-from fleet_core.base.moving import EVERYTHING
+from fleet_core.base.moving_arrays import EVERYTHING
 from fleet_core.model.layout import Layout
 from fleet_core.model.skipped_updates import Measured
 from fleet_core.privacy import gaussian

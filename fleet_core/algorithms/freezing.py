@@ -12,7 +12,7 @@ from typing import Any
 
 from fleet_core.algorithms.interface import ClientState, ServerRule, ServerState, Update
 from fleet_core.base import trees
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving_arrays import Moving
 
 
 def part_of(state: ClientState, moving: Moving) -> ClientState:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet_core.algorithms.interface import Method
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.learning.models import blank
 from fleet_core.model.layout import Layout
 from fleet_core.training import flops as training_flops

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fleet_core.algorithms.interface import ClientState, Method, Payload
 from fleet_core.base import trees
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.data.episodes import Draw
 from fleet_core.learning import models

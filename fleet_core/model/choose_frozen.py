@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean as mean
 
 from fleet_core.base.errors import shortened
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.model.choose_codec import WINDOW, rise
 
 SMALL, AGAIN = 0.2, 0.4

@@ -8,7 +8,7 @@ from typing import Any
 from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import ClientState, Method, Payload
 from fleet_core.base import trees
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.codecs.interface import Seed
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout

@@ -12,7 +12,7 @@ import numpy as np
 
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError, DataError
-from fleet_core.base.moving import EVERYTHING, MIRRORED, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, MIRRORED, Moving
 from fleet_core.base.trees import Params
 from fleet_core.protocol import chunks
 from fleet_core.protocol.messages import ID

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.config import located
 from fleet_core.base.errors import ConfigError, shortened
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.schema import Problem, suggest
 from fleet_core.model.layout import MODEL_GROUPS, Layout, TensorSpec
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from fleet_core.algorithms.interface import Update
 from fleet_core.base.trees import Params
-from fleet_core.robust.returning import Returning
+from fleet_core.robust.returning_devices import Returning
 
 TIMES = 5.0
 """The bound over the median norm. ``benchmarks/hostile`` measures how far honest updates are from it."""

@@ -11,7 +11,7 @@ from statistics import median
 from fleet_core.algorithms.interface import Method, Payload, ServerRule, Update
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
-from fleet_core.robust import norm_bound, returning, settings
+from fleet_core.robust import norm_bound, returning_devices, settings
 from fleet_core.robust.clip import clip
 from fleet_core.robust.history import history
 from fleet_core.robust.interface import Choice, Memory, Rule
@@ -19,7 +19,7 @@ from fleet_core.robust.krum import krum
 from fleet_core.robust.median import median as middle
 from fleet_core.robust.median import trimmed
 from fleet_core.robust.norm_bound import Measure
-from fleet_core.robust.returning import Returning
+from fleet_core.robust.returning_devices import Returning
 from fleet_core.robust.settings import NONE, RobustSection
 
 RULES: dict[str, Rule] = {
@@ -80,7 +80,8 @@ class Screening:
         """updates: received, in closing order, iterable again. facts, arrays: of the last checkpoint. measures: of the
         updates by device, where they are known already. model: that the round's devices started from."""
         refused: dict[str, str] = {}
-        kept = {key: value for key, value in facts.items() if key not in (norm_bound.FACT, returning.FACT, SCORES)}
+        own = (norm_bound.FACT, returning_devices.FACT, SCORES)
+        kept = {key: value for key, value in facts.items() if key not in own}
         if self.adaptive:
             known = measures or {update.device: self.measure(update) for update in updates}
             held = norm_bound.norms_of(model) if model is not None and self.method.cumulative else {}

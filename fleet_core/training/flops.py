@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_core.algorithms.interface import EPISODIC, INNER, Method
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.model.layout import Layout
 from fleet_core.training.round_plans import Plan
 

@@ -12,7 +12,7 @@ import numpy as np
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import BundleError, RoundError
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.data.episodes import Draw
 from fleet_core.model.layout import Layout

@@ -19,7 +19,7 @@ from fleet_core.algorithms import freezing
 from fleet_core.algorithms.interface import EPISODIC, INNER, ClientState, GradFn, Method, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError, DataError, RoundError
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.data import model_input
 from fleet_core.data.episodes import Draw

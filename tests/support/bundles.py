@@ -14,7 +14,7 @@ from cloud_server.choices.first_settings import fleet_toml
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.records.checkpoint import Checkpoint, Checkpoints, ServedModel
 from cloud_server.records.fleet_folder import Fleet
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from export.first_model import first
 from export.full_bundle import Served, whole
 from export.graph import export_graph

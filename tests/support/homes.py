@@ -14,7 +14,7 @@ import pytest
 from edge_agent.compute.onnx_session import Session
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference.service import Service, service_of
-from export.adapt import with_adapt
+from export.adapt_graph import with_adapt
 from export.graph import export_graph
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees

@@ -21,7 +21,7 @@ from fleet_core.algorithms.methods.dyn import Dyn
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.algorithms.methods.scaf import Scaf
 from fleet_core.base import trees
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving_arrays import Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import payloads, skipped_updates
 from fleet_core.model.layout import MODEL_GROUPS as GROUPS

@@ -8,7 +8,7 @@ from typing import Any
 
 from edge_agent.compute.onnx_session import open_function, open_kind
 from export.graph import export_graph
-from export.train import export_train
+from export.train_graph import export_train
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.trees import Params

@@ -14,7 +14,7 @@ from cloud_server.laboratory.plan.frozen_arrays import RunArrays
 from cloud_server.records.checkpoint import Checkpoint, Delta, ServedModel
 from cloud_server.records.fleet_settings import LinkSection
 from fleet_core.base import trees
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import payloads
 from fleet_core.protocol import cohort, messages

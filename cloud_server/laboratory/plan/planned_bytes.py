@@ -22,7 +22,7 @@ from cloud_server.ledger.ledger_sums import Bytes
 from cloud_server.records.checkpoint import Checkpoint, Delta
 from cloud_server.records.fleet_settings import LinkSection
 from fleet_core.algorithms.interface import Method, ServerState
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout

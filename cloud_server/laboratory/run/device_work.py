@@ -23,7 +23,7 @@ from cloud_server.laboratory.run.run_folder import Clients
 from fleet_core.algorithms.interface import ClientState, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import CodecError, ConfigError, DataError, FleetError, RoundError
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.board import allocator
 from fleet_core.codecs.interface import Seed

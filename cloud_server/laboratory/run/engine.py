@@ -39,7 +39,7 @@ from fleet_core.algorithms import aggregation, freezing
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import RoundError
-from fleet_core.base.moving import EVERYTHING
+from fleet_core.base.moving_arrays import EVERYTHING
 from fleet_core.base.trees import Params
 from fleet_core.model import choose_codec, payloads, skipped_updates
 from fleet_core.model.choose_codec import Choice, Past

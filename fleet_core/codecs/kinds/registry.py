@@ -17,7 +17,7 @@ from fleet_core.codecs.kinds.low_rank import LowRank
 from fleet_core.codecs.kinds.random_mask import Mask
 from fleet_core.codecs.kinds.ternary import Ternary
 from fleet_core.codecs.kinds.top_k import TopK01, TopK01With4Bits, TopK1, TopK1With4Bits, TopK10, TopK10With4Bits
-from fleet_core.codecs.nothing import Nothing
+from fleet_core.codecs.no_update import Nothing
 
 ALL: tuple[Codec, ...] = (
     Fp32(), Fp16(), Bf16(), Int8(), Int8Plain(), Int8Channel(), Int8Random(), Int4(), Ternary(), TopK10(), TopK1(),

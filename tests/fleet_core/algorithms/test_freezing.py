@@ -20,7 +20,7 @@ from fleet_core.algorithms.methods.average import STEPS, AverageServer, Averagin
 from fleet_core.algorithms.methods.dyn import Dyn, DynServer
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.model.select_arrays import refusal
 from tests.support.quadratics import (

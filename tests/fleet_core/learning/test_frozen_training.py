@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.learning import local_training, models
 from fleet_core.learning.layer_flops import flops_per_sample, layers_of
 from fleet_core.model.layout import InputSpec, Layout

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving_arrays import Moving
 from fleet_core.model.choose_codec import ERRORS, RISE, WINDOW
 from fleet_core.model.choose_frozen import AGAIN, LONGEST_REST, REST, SMALL, Chosen, Schedule, next_arrays
 from tests.support.paths import ROOT

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_core.base.errors import MessageError
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 
 LAYOUT = Layout("net", InputSpec((2,)), ("a", "b"), 4, (

@@ -8,7 +8,7 @@ import pytest
 
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import ConfigError
-from fleet_core.base.moving import EVERYTHING
+from fleet_core.base.moving_arrays import EVERYTHING
 from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 from fleet_core.model.select_arrays import TrainSection, selected

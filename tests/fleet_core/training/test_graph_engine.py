@@ -11,7 +11,7 @@ import pytest
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.errors import BundleError, RoundError
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
 from fleet_core.learning import local_training
 from fleet_core.training import local_round, round_plans

@@ -16,7 +16,7 @@ from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.laboratory.plan.planned_bytes import Asked, Rehearsed
 from cloud_server.laboratory.run import rehearsal
 from fleet_core.base.errors import ConfigError
-from fleet_core.base.moving import Moving
+from fleet_core.base.moving_arrays import Moving
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
 from fleet_core.model.layout import InputSpec

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export import train
-from export.train import Reference, export_train
-from export.twice import Twice
+from export.second_derivatives import Twice
+from export.train_graph import Reference, check, export_train
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import BundleError
 from fleet_core.learning import models
@@ -38,7 +37,7 @@ def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "spec", "method", "why"), [
-    ("tests.export.test_export_train:dropping", InputSpec((6,)), "fedavg", "draws at random in training"),
+    ("tests.export.test_train_graph:dropping", InputSpec((6,)), "fedavg", "draws at random in training"),
     ("mlp", InputSpec((6,)), "pfedgp", "the estimator gp of pfedgp cannot become a graph"),
     ("char-lstm", InputSpec((40,), "int64"), "fedavg", r"recurrent layers \(LSTM\), over 40 steps"),
     ("char-lstm", InputSpec((8,), "int64"), "pfldyn-maml", r"recurrent layers \(LSTM\), whose second derivative"),
@@ -68,7 +67,7 @@ def mixing(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 @pytest.mark.parametrize(("model", "method", "in_passes"), [
     ("mlp", "fedavg", True), ("mlp", "pfldyn-proto", False),
-    ("tests.export.test_export_train:mixing", "fedavg", False),
+    ("tests.export.test_train_graph:mixing", "fedavg", False),
 ])
 @pytest.mark.slow
 def test_only_the_mean_of_samples_that_are_apart_is_computed_in_passes(
@@ -84,12 +83,12 @@ def test_the_gate_finds_a_graph_that_is_not_torchs() -> None:
     """A graph of another distance, and one whose golden outputs are of other weights."""
     graph = train_graph("pfldyn-proto")
     network = models.build(toy_layout()).train()
-    train.check(graph, Reference(graph, network, hyper_of("pfldyn-proto")))
+    check(graph, Reference(graph, network, hyper_of("pfldyn-proto")))
     with pytest.raises(BundleError, match="the graph 'train' differs from torch"):
-        train.check(graph, Reference(graph, network, hyper_of("pfldyn-proto", distance="norm")))
+        check(graph, Reference(graph, network, hyper_of("pfldyn-proto", distance="norm")))
     other = replace(graph, info=replace(graph.info, seed=SEED + 1))
     with pytest.raises(BundleError, match="does not give its golden outputs"):
-        train.check(other, Reference(graph, network, hyper_of("pfldyn-proto")))
+        check(other, Reference(graph, network, hyper_of("pfldyn-proto")))
 
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {

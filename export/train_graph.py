@@ -19,8 +19,8 @@ from onnx import helper
 from torch import Tensor, nn
 
 from export.graph import GOLDEN_SAMPLES, IR_VERSION, MIN_ONNXRUNTIME, OPSET, TRACED_SAMPLES, samples
+from export.second_derivatives import Twice
 from export.trace import bytes_per_sample, exported
-from export.twice import Twice
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet_core.base import trees
-from fleet_core.base.moving import EVERYTHING, Moving
+from fleet_core.base.moving_arrays import EVERYTHING, Moving
 
 TREE = {"body": {"a": 1, "b.weight": 2}, "head": {"c": 3}}
 WITH_CONTROL = {**TREE, "control": {"body.a": 4, "body.b.weight": 5, "head.c": 6}, "margin": {"value": 7}}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.on_device.exports import FAMILIES
-from export import adapt, method_steps
+from export import adapt_graph, method_steps
 from export.first_model import first
 from export.graph import export_graph
 from export.method_steps import with_steps
@@ -187,8 +187,8 @@ def test_first_values_that_are_no_whole_group_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_steps_of_a_whole_lenet_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_export_adapt tests the other families; a record holds all of them with every method."""
-    monkeypatch.setattr(adapt, "PASS_BYTES", 20_000)
+    """test_adapt_graph tests the other families; a record holds all of them with every method."""
+    monkeypatch.setattr(adapt_graph, "PASS_BYTES", 20_000)
     options = {"channels": [2, 3], "hidden": [6, 5]}
     layout = models.describe("lenet-lim", InputSpec((1, 8, 8)), ("a", "b", "c"), options)
     graph, method, said = export_graph(layout, kinds=("predict",), seed=3), METHODS["pfldyn-maml"], list[str]()

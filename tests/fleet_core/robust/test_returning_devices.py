@@ -11,7 +11,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.robust.norm_bound import TIMES
-from fleet_core.robust.returning import AWAY, FACT, FORGOTTEN, ROUNDS, Returning
+from fleet_core.robust.returning_devices import AWAY, FACT, FORGOTTEN, ROUNDS, Returning
 from fleet_core.robust.screening import Screening
 from tests.support.quadratics import QuadraticFleet, average, dyn, random_cohorts, scaf
 

@@ -19,8 +19,8 @@ import torch
 from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
-from export import adapt, gate, lowering
-from export.adapt import export_adapt, with_adapt
+from export import adapt_graph, gate, lowering
+from export.adapt_graph import export_adapt, with_adapt
 from export.graph import export_graph, samples
 from export.loops import PASS
 from fleet_core.algorithms.methods.registry import METHODS
@@ -76,8 +76,8 @@ def small_passes() -> Iterator[None]:
     module.__dict__["build"] = lambda shape, classes, fault="": OwnModel(classes, fault)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "bring_own", module)
-        patch.setattr(adapt, "PASS_BYTES", 20_000)
-        patch.setattr(adapt, "HEAD_PASS", 2)
+        patch.setattr(adapt_graph, "PASS_BYTES", 20_000)
+        patch.setattr(adapt_graph, "HEAD_PASS", 2)
         yield
 
 
