@@ -102,7 +102,7 @@ def test_a_command_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(3600)  # a guard; each command has a limit of its own
 def test_the_whole_way_from_a_file_of_readings_to_a_bundle_works(tmp_path: Path) -> None:
     found = strangers.run("level-free", tmp_path, strangers.QUICK)
     assert (found["form"], found["model"], found["rounds"]) == (files.LONG, "ds-cnn", 3)
