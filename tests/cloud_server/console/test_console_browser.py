@@ -52,14 +52,22 @@ class Page:
     def one(self, css: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, css)
 
+    def of(self, css: str, *asked: Callable[[WebElement], Any]) -> tuple[Any, ...]:
+        """What is ``asked`` of an element, of one and the same: the page may replace it at any time."""
+        def found() -> tuple[Any, ...]:
+            one = self.one(css)
+            return tuple(each(one) for each in asked)
+
+        return tuple(self.until(found))
+
     def click(self, css: str) -> None:
-        self.one(css).click()
+        self.of(css, lambda one: one.click())
 
     def until(self, condition: Callable[[], Any]) -> Any:
         return WebDriverWait(self.driver, PATIENCE_S, 0.05, [Exception]).until(lambda _: condition())
 
     def text_of(self, css: str) -> str:
-        return self.one(css).text
+        return str(self.of(css, lambda one: one.text)[0])
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +131,8 @@ def test_a_device_that_is_awaited_looks_other_than_one_that_gave_no_answer(page:
 
     def shown(view: str, css: str) -> tuple[str, ...]:
         page.open(view)
-        page.until(lambda: page.all(css))
-        one = page.one(css)
-        return one.text, one.value_of_css_property("color"), one.value_of_css_property("background")
+        return page.of(css, lambda one: one.text, lambda one: one.value_of_css_property("color"),
+                       lambda one: one.value_of_css_property("background"))
 
     silent, awaited = shown(f"rounds/{closed}", ".became"), shown(f"rounds/{opened}", ".became")
     assert (silent[0], awaited[0]) == ("no answer", "awaited")
