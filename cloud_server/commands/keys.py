@@ -4,13 +4,17 @@ and other keys in their place."""
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cloud_server.devices.devices import FLEET, JSON, seconds_of
 from fleet_core.base import processes, terminal
 from fleet_core.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloud_server.records.fleet_folder import Fleet
 
 
 def add_to(server_app: typer.Typer) -> None:
@@ -81,11 +85,17 @@ def roll_authority(
     fleet: FLEET,
     finish: Annotated[bool, typer.Option("--finish", help="Drop the old authority now; devices and tokens that still "
                                                           "need it are cut off.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="The authority of the enrolment port instead. Tokens made "
+                                                          "before stay valid until their date.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Replace the fleet's certificate authority. When all devices have renewed their certificates, the old one is
     dropped."""
-    from cloud_server.identity import announce_keys, audit_log, authorities, fleet_certificates
+    _roll_tokens(fleet, finish, as_json) if tokens else _roll_authority(fleet, finish, as_json)
+
+
+def _roll_authority(fleet: Path, finish: bool, as_json: bool) -> None:
+    from cloud_server.identity import announce_keys, audit_log, authorities
     from cloud_server.ledger.ledger import Ledger
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.protocol import certificates
@@ -101,10 +111,7 @@ def roll_authority(
         with Ledger(made.ledger_path, create=False) as ledger:
             left = announce_keys.needed(made, ledger)
         audit_log.done(fleet, "roll authority", text=certificates.authority_id(new.certificate))
-    running, setup = made.running(), fleet_certificates.saved_setup(fleet)
-    if not running and setup is not None:
-        with Ledger(made.ledger_path, create=False) as ledger:
-            fleet_certificates.configure(made, ledger, setup)
+    running = _told_the_broker(made)
     if as_json:
         return terminal.show({"finished": finish, "need_old": left, "aggregator": "on" if running else "off"})
     when = "now" if running else "when the aggregator runs"
@@ -114,3 +121,44 @@ def roll_authority(
     print(f"devices get certificates of the new authority {when}: {len(left)} still need the old one")
     processes.say("the old authority is dropped when no device needs it; metafleet server status shows which still do. "
                   "Then make a backup")
+
+
+def _roll_tokens(fleet: Path, finish: bool, as_json: bool) -> None:
+    from cloud_server.identity import audit_log, token_authority
+    from cloud_server.ledger.ledger import Ledger
+    from cloud_server.records.fleet_folder import Fleet
+    from fleet_core.protocol import certificates
+
+    made = Fleet.load(fleet)
+    with Ledger(made.ledger_path, create=False) as ledger:
+        if finish:
+            left = token_authority.behind(fleet, ledger)
+            token_authority.finish(fleet)
+            audit_log.done(fleet, "drop tokens", text=f"cut off: {', '.join(left)}" if left else "")
+        else:
+            new = token_authority.roll(fleet, made.config.fleet.name, ledger)
+            left = token_authority.behind(fleet, ledger)
+            audit_log.done(fleet, "roll tokens", text=certificates.authority_id(new.certificate))
+    running = _told_the_broker(made)
+    if as_json:
+        return terminal.show({"finished": finish, "need_old": left, "aggregator": "on" if running else "off"})
+    when = "now" if running else "when the aggregator runs"
+    if finish:
+        print(f"the enrolment port drops its old authority {when}")
+        return processes.say(f"these need a new token: {', '.join(left)}" if left else "no token needed it")
+    print(f"the enrolment port has a new authority, which signs tokens from now on: {len(left)} devices have an unused "
+          "token of the old one")
+    processes.say("the port trusts the old one until these are used or have expired; --finish drops it now. "
+                  "Then make a backup")
+
+
+def _told_the_broker(made: Fleet) -> bool:
+    """Whether an aggregator runs, which tells the broker what to trust; else writes the broker's folder."""
+    from cloud_server.identity import fleet_certificates
+    from cloud_server.ledger.ledger import Ledger
+
+    running, setup = made.running(), fleet_certificates.saved_setup(made.folder)
+    if not running and setup is not None:
+        with Ledger(made.ledger_path, create=False) as ledger:
+            fleet_certificates.configure(made, ledger, setup)
+    return running

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cloud_server.devices import pause, roll_back, updates
-from cloud_server.identity import announce_keys, token_enrolment
+from cloud_server.identity import announce_keys, token_authority, token_enrolment
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Round
 from cloud_server.membership import quarantine
@@ -51,7 +51,7 @@ def facts(fleet: Fleet, ledger: Ledger, sums: Sums | None = None) -> dict[str, A
         "programs": dict(sorted(programs.items())), "totals": result.plain(sums or result.sums(ledger)),
         "keys": key_files.state(fleet.folder), **_succession(fleet, enrolled),
         **({"old_authority": announce_keys.needed(fleet, ledger)} if (fleet.folder / "ca-next.pem").exists() else {}),
-        **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
+        **_tokens(fleet, ledger), **({"stalled": stalled} if stalled else {}), **({"ended": ended} if ended else {}),
         **({"resting": used_up} if used_up else {}), **({"suspects": named} if named else {}),
         **({"quarantined": shut_out} if shut_out else {}), **({"rolled_back": went_back} if went_back else {}),
         **({"moved": moved} if moved else {}),
@@ -69,6 +69,12 @@ def _succession(fleet: Fleet, enrolled: dict[str, Device]) -> dict[str, Any]:
         "id": key_id(last.new), "number": last.number, "signs": signing_keys.pending(fleet.folder) is None,
         "until": last.until, "cut": last.cut, "followed": len(have), "behind": behind,
     }}
+
+
+def _tokens(fleet: Fleet, ledger: Ledger) -> dict[str, Any]:
+    """Who has an unused token of an earlier authority of the enrolment port; empty if nobody has."""
+    left = token_authority.behind(fleet.folder, ledger) if (fleet.folder / "tokens-ca.pem").exists() else []
+    return {"old_tokens": left} if left else {}
 
 
 def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
@@ -115,6 +121,10 @@ def lines(facts: dict[str, Any], fleet: Path) -> Iterator[str]:
         names = facts["old_authority"]
         yield (f"the fleet has a new authority: {len(names)} devices still need the old one"
                + (f": {', '.join(shortened(names))}" if names else ""))
+    if "old_tokens" in facts:
+        names = facts["old_tokens"]
+        yield (f"the enrolment port has a new authority: {len(names)} devices have an unused token of the old one: "
+               f"{', '.join(shortened(names))}")
     if facts["keys"] != "plain":
         yield "the fleet's keys are " + ("encrypted" if facts["keys"] == "encrypted" else
                                          f"encrypted in part: metafleet server encrypt-keys {typed(fleet)}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cloud_server.devices import devices
-from cloud_server.identity import device_folder, token_enrolment
+from cloud_server.identity import device_folder, token_authority, token_enrolment
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Invitation
 from cloud_server.records.fleet_folder import Fleet
@@ -181,7 +181,7 @@ def invited(made: Prepared) -> bytes:
             ledger.request_enrolment(name)
             return b""
         secret, invitation = _token(made)
-        ledger.request(f"{token_enrolment.INVITE}{invitation.id}", json.dumps(schema.plain(invitation)))
+        ledger.request(f"{token_authority.INVITE}{invitation.id}", json.dumps(schema.plain(invitation)))
     return secret
 
 

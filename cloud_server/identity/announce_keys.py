@@ -1,5 +1,5 @@
-"""The aggregator's signing key, and its retained messages to devices about keys: successions of the fleet's key, and
-the authorities to trust.
+"""The aggregator's signing key, its retained messages to devices about keys (successions of the fleet's key, and the
+authorities to trust), and what the broker trusts.
 
 The aggregator reads the files that the command line writes, so it also follows a roll-over that began while it did not
 run.
@@ -11,12 +11,13 @@ import contextlib
 import json
 from collections.abc import Callable
 
-from cloud_server.identity import authorities, fleet_certificates, token_enrolment
+from cloud_server.identity import authorities, fleet_certificates, token_authority, token_enrolment
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
 from cloud_server.records import signing_keys
 from cloud_server.records.fleet_folder import Fleet
+from fleet_core.base import storage
 from fleet_core.base.errors import ConfigError, LinkError
 from fleet_core.link.interface import Link
 from fleet_core.protocol import certificates, messages, topics
@@ -80,6 +81,7 @@ class AnnouncedKeys:
         if self._clock() >= self._count_at:
             self._count_at = self._clock() + COUNT_S
             self._end_what_all_followed()
+            self._look_at_enrolment_port()
         stamps, before = self._stamped(), self._signer.public
         if stamps != self._stamps:
             self._look_at_authorities()
@@ -128,6 +130,24 @@ class AnnouncedKeys:
         setup = fleet_certificates.saved_setup(self._fleet.folder)
         if setup is not None:
             fleet_certificates.configure(self._fleet, self._ledger, setup)
+        self._authority_changed()
+
+    def _look_at_enrolment_port(self) -> None:
+        """Makes the broker's enrolment port trust the present authority of tokens, and those before it whose tokens are
+        unused."""
+        folder = self._fleet.folder
+        setup, path = fleet_certificates.saved_setup(folder), folder / "mosquitto" / "tokens-ca.pem"
+        if setup is None:
+            return
+        wanted = token_authority.port_file(folder, self._ledger)
+        before = storage.read_bytes(path, limit=certificates.MAX_FILE_BYTES) if path.exists() else b""
+        if wanted == before:
+            return
+        fleet_certificates.configure(self._fleet, self._ledger, setup)
+        more = wanted.count(certificates.BEGIN) > before.count(certificates.BEGIN)
+        self._log("the enrolment port has a new authority" if more else "the enrolment port's old authority is dropped")
+        self._audit.done("trust tokens" if more else "drop tokens", text=certificates.authority_id(
+            certificates.certificate_of(wanted, str(path))))
         self._authority_changed()
 
     def _authorities(self) -> str:

@@ -1,7 +1,7 @@
 """The fleet's certificates. Missing ones are created, existing keys are never replaced. Keys have mode 0600.
 
     ca.key, ca.pem                    the authority for devices, the aggregator and the broker
-    tokens-ca.key, tokens-ca.pem      a separate authority for the enrolment port
+    tokens-ca.key, tokens-ca.pem      a separate authority for the enrolment port (``token_authority``)
     aggregator.key, aggregator.pem    the aggregator's client certificate
     operators/                        client certificates of the operator's commands, one name for each at a time
     mosquitto/                        everything a broker needs: configuration, access lists, certificate, crl.pem
@@ -19,7 +19,7 @@ from typing import TypedDict
 
 from cloud_server.broker import mosquitto_config
 from cloud_server.broker.mosquitto_config import AGGREGATOR, OPERATORS, BrokerSetup
-from cloud_server.identity import authorities
+from cloud_server.identity import authorities, token_authority
 from cloud_server.identity.certificate_authority import Authority
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate
@@ -52,11 +52,6 @@ def authority(folder: Path) -> Authority:
     return authorities.present(folder)
 
 
-def tokens_authority(folder: Path) -> Authority:
-    """The authority that signs tokens' certificates for the enrolment port. Raises StateError."""
-    return Authority.load(folder / "tokens-ca.key", folder / "tokens-ca.pem")
-
-
 def create_missing(fleet: Fleet, ledger: Ledger) -> None:
     """Creates the missing certificates and the broker's folder. Raises StateError, ConfigError."""
     folder, name = fleet.folder, fleet.config.fleet.name
@@ -76,8 +71,7 @@ def configure(fleet: Fleet, ledger: Ledger, setup: BrokerSetup) -> Path:
     before = saved_setup(fleet.folder)
     trusted = b"".join(map(certificates.certificate_pem, authorities.trusted(fleet.folder)))
     storage.write_atomic(folder / "ca.pem", trusted)
-    tokens = storage.read_bytes(fleet.folder / "tokens-ca.pem", limit=1 << 16)
-    storage.write_atomic(folder / "tokens-ca.pem", tokens)
+    storage.write_atomic(folder / "tokens-ca.pem", token_authority.port_file(fleet.folder, ledger))
     if before is None or before.hosts != setup.hosts or not _is_current(fleet, folder / "server.pem"):
         key = _key(folder / "server.key")
         storage.write_atomic(

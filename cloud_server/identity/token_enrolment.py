@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cloud_server.broker.mosquitto_config import address
-from cloud_server.identity import certificate_authority, fleet_certificates
+from cloud_server.identity import certificate_authority, fleet_certificates, token_authority
 from cloud_server.identity.audit_log import Recorder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate, Invitation
@@ -31,7 +31,6 @@ from fleet_core.protocol.enrolment_token import Token
 from fleet_core.protocol.topics import enrolment_answer
 
 MAX_REQUEST_BYTES = 8192
-INVITE = "invite/"
 
 
 class Enrolments:
@@ -144,7 +143,7 @@ def make_token(fleet: Fleet, device: str, broker: str, enrolment: str, valid_s: 
     now = time.time()
     identifier, key, expires = secrets.token_hex(16), certificates.new_key(), int(now + valid_s)
     until = datetime.datetime.fromtimestamp(expires, datetime.timezone.utc)
-    opens = fleet_certificates.tokens_authority(fleet.folder).client(identifier, key.public_key(), until)
+    opens = token_authority.present(fleet.folder).client(identifier, key.public_key(), until)
     made = Token(
         id=identifier, device=device, fleet=fleet.config.fleet.name, fleet_key=fleet.public_key(), broker=broker,
         enrolment=enrolment, expires=expires,
@@ -178,15 +177,13 @@ def issue_token(fleet: Fleet, device: str, path: Path, broker: str, valid_s: flo
     made, invitation = make_token(fleet, device, broker, enrolment_url(fleet, broker), valid_s)
     enrolment_token.save(path, made)
     with Ledger(fleet.ledger_path) as ledger:
-        ledger.request(f"{INVITE}{made.id}", json.dumps(schema.plain(invitation)))
+        ledger.request(f"{token_authority.INVITE}{made.id}", json.dumps(schema.plain(invitation)))
     return made
 
 
 def open_tokens(ledger: Ledger) -> dict[str, Invitation]:
     """Device -> its newest token that can still be used, also if the aggregator has not read it yet."""
-    new = [Invitation(**json.loads(text)) for key, text in ledger.requests().items() if key.startswith(INVITE)]
-    rows = sorted([*ledger.rows(Invitation), *new], key=lambda row: row.made_at)
-    return {row.device: row for row in rows if row.spent_at is None and row.expires_at > time.time()}
+    return {row.device: row for row in token_authority.unused(ledger)}
 
 
 def enrolment_url(fleet: Fleet, broker: str) -> str:

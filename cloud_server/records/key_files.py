@@ -34,7 +34,7 @@ from fleet_core.base.errors import ConfigError, StateError
 from fleet_core.base.processes import typed
 
 SEAL = "keys.seal"
-KEYS = ("fleet.key", "fleet-next.key", "ca.key", "ca-next.key", "tokens-ca.key")
+KEYS = ("fleet.key", "fleet-next.key", "ca.key", "ca-next.key", "tokens-ca.key", "tokens-ca-next.key")
 """Files that a passphrase seals. Brokers and operators' commands read the other keys of the folder without one."""
 FROM_FILE, NEW_FROM_FILE = "METAFLEET_PASSPHRASE_FILE", "METAFLEET_NEW_PASSPHRASE_FILE"
 CREDENTIAL = "metafleet-passphrase"

@@ -26,6 +26,7 @@ PublicKey = ec.EllipticCurvePublicKey
 MAX_FILE_BYTES = 1 << 16
 BACK_DATED = datetime.timedelta(days=1)
 """A certificate is valid from this long before it is made."""
+BEGIN = b"-----BEGIN CERTIFICATE-----"
 SIGNED_WITH = ec.ECDSA(hashes.SHA256())
 MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion)
 """The errors that cryptography raises for bytes that are neither a certificate nor a request."""

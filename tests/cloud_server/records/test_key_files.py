@@ -12,7 +12,7 @@ import pytest
 
 from cloud_server.commands import cli, doctor
 from cloud_server.devices import fleet_status
-from cloud_server.identity import fleet_certificates
+from cloud_server.identity import fleet_certificates, token_authority
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.records import key_files
 from cloud_server.records.fleet_folder import Fleet
@@ -63,7 +63,7 @@ def works(fleet: Fleet) -> bool:
     """The keys sign what the public halves verify."""
     Verifier(fleet.public_key()).verify(fleet.signer().sign(b"a round"))
     fleet_certificates.authority(fleet.folder)
-    fleet_certificates.tokens_authority(fleet.folder)
+    token_authority.present(fleet.folder)
     return True
 
 

@@ -13,7 +13,8 @@ from cloud_server.broker.private_broker import BrokerSupervisor, start_secured
 from cloud_server.commands import cli
 from cloud_server.devices import fleet_status
 from cloud_server.identity import announce_keys, authorities, fleet_certificates
-from cloud_server.identity.token_enrolment import INVITE, make_token
+from cloud_server.identity.token_authority import INVITE
+from cloud_server.identity.token_enrolment import make_token
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Certificate
 from cloud_server.records import signing_keys
