@@ -80,7 +80,8 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def backlog(norms: Iterable[float | None], move: float) -> float | None:
-    """``Past.left`` of updates. norms: of what each device left out, None if it does not say."""
+    """``Past.left`` of updates. norms: for each device, the norm of what its codec left out; None if the device does
+    not report it."""
     known = mean_of_known(norms)
     return known / move if known is not None and 0 < move < math.inf else None
 
