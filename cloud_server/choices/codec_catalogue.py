@@ -35,7 +35,7 @@ def facts(codec: Codec) -> dict[str, Any]:
 
 
 def auto_facts() -> dict[str, Any]:
-    """``auto`` with the keys of ``facts``. codecs: way -> those that it chooses from, the largest first."""
+    """``auto`` with the keys of ``facts``. codecs: way -> the codecs that it chooses from, the largest first."""
     unknown = dict.fromkeys(("bits", "lossless", "feedback", "feedback_down", "unbiased"))
     return {"name": AUTO, **unknown, "about": ABOUT_AUTO, "codecs": LADDERS}
 
@@ -68,7 +68,7 @@ def chosen(text: str) -> dict[str, str]:
 
 
 def several(text: str) -> tuple[str, ...]:
-    """The codecs of ``NAME,UP/DOWN,…``, or none of ``none``. Raises ConfigError."""
+    """The codecs of ``NAME,UP/DOWN,…``; no codec for ``none``. Raises ConfigError."""
     named = () if text == NONE else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     _check([name for one in named for name in by_way(one).values()], "--codecs", f"UP/DOWN; or {NONE}")
     return named

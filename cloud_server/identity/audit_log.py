@@ -244,7 +244,7 @@ class Checked:
 
 
 def check(folder: Path, *, since: str = "", most: int = 1000) -> Checked:
-    """Reads all files, line by line, and checks that each line follows the one before.
+    """Reads all files, line by line, and checks that each line follows the previous one.
 
     since: the hash of a line, or its first digits. The entries after that line are returned; without such a line the
     log counts as broken. most: entries that are returned, the newest; of what is torn and broken, the oldest. Raises
