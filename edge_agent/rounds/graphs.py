@@ -1,4 +1,5 @@
-"""Gets the fleet's graph and backbone from the disk or the broker and refuses those that fail their check.
+"""Gets the fleet's graph and backbone from the disk or the broker, and refuses a graph or backbone that fails its
+check.
 
 The graph is held in memory until it is whole. The backbone may be large: its chunks are written to the disk as they
 come, and those of an earlier start are not fetched again.
