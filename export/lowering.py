@@ -128,7 +128,7 @@ class _Windows(NamedTuple):
     dilation: Sequence[int]
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """Of each value of a window from its first value, row by row."""
+        """The offset of each value of a window from its first value, row by row."""
         return list(itertools.product(*(range(0, k * d, d) for k, d in zip(self.kernel, self.dilation, strict=True))))
 
     def at(self, x: Any, offset: Sequence[int], first: int) -> Any:

@@ -1,5 +1,5 @@
-"""What a device needs to update itself, for one kind of board: the signed statement of a program, its archive, and the
-small files that come with it.
+"""The files with which a device updates itself, for one kind of board: the signed statement of a program, its archive,
+and the small files that come with it.
 
     PACKAGE            the statement that the fleet's key has signed, with the hash of everything else
     program.tar.gz     the program
