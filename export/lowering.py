@@ -85,7 +85,8 @@ def _transposed(
     grad: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], left: Sequence[int],
     groups: int,
 ) -> Any:  # fmt: skip
-    """A transposed convolution. A 1-D one is computed as 2-D with height 1: 3 times as fast in onnxruntime 1.23."""
+    """A transposed convolution. A 1-D convolution is computed as 2-D with height 1: 3 times as fast in onnxruntime
+    1.23."""
     if len(stride) == 1:
         axis = _ints(2)
         with_height = (op.Unsqueeze(grad, axis), op.Unsqueeze(weight, axis))

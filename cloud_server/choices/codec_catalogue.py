@@ -61,7 +61,8 @@ def _feedback(codec: Codec) -> str:
 
 
 def chosen(text: str) -> dict[str, str]:
-    """Keys of ``[link]`` from ``NAME`` for both ways, ``up:NAME,down:NAME`` or one of the two. Raises ConfigError."""
+    """Keys of ``[link]`` from ``NAME`` for both ways, from ``up:NAME,down:NAME``, or from ``up:NAME`` or ``down:NAME``
+    alone. Raises ConfigError."""
     ways = dict(part.split(":", 1) for part in text.split(",")) if _is_by_way(text) else dict.fromkeys(WAYS, text)
     _check(ways.values(), "--codec", "up:NAME,down:NAME")
     return ways

@@ -47,7 +47,7 @@ class Graphs:
             self._install(manifest, blob.id, data)
 
     def take(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
-        """Installs a fetched graph. Raises BundleError for one that is not the manifest's."""
+        """Installs a fetched graph. Raises BundleError for a graph that is not the manifest's."""
         self._install(manifest, blob_id, data)
         self._home.save_graph(blob_id, data, keep=self._service.slots.graphs())
 

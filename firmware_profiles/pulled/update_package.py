@@ -44,8 +44,8 @@ class UpdatePackage:
 
 
 def of(package: Package, *, older: bool = False) -> UpdatePackage:
-    """The update to a device's package, for every device of the same board and system. older: devices take it even if
-    they have had one that was signed later. Raises FlashError."""
+    """The update to a device's package, for every device of the same board and system. older: devices take the update
+    even if they have had a program that was signed later. Raises FlashError."""
     made = release.of(package)
     files = {"prepare": made.prepare, **systemd_unit.texts(package.machine)}
     statement = made.signing.statement(

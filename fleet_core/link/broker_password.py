@@ -34,7 +34,8 @@ class Login(TypedDict, total=False):
 
 
 def login_of(folder: Path, section: BrokerLogin) -> Login:
-    """The login, empty for none. Raises ConfigError for a password without its name, or one that others can read."""
+    """The login, empty for none. Raises ConfigError for a password without a name, or a password file that others can
+    read."""
     if section.username is None:
         if section.password_file is not None:
             raise ConfigError("a password needs its name", where="password_file", hint="add username beside it")

@@ -15,7 +15,7 @@ from fleet_core.protocol.secure_messages import SecureRules
 
 MAX_NORM = 1e30
 PLACES = {"max_length": 60_000, "pattern": r"[0-9,-]+"}
-"""Limits on places in a layout as text; enough for every other one of 10,000 arrays."""
+"""Limits on places in a layout as text; enough for every second of 10,000 arrays."""
 WHOLE = "w"
 """Stands for the chunk's number in the topic of a whole update."""
 ID_BYTES, LENGTH_BYTES = 16, 4

@@ -1,4 +1,4 @@
-"""The adaptive bound: an update whose norm is far above the usual one is refused.
+"""The adaptive bound: an update whose norm is far above the usual norm is refused.
 
 The usual norm is the median over all received updates of this round and of the last ones, group by group. Refused
 updates count too, so that a fleet whose updates grow is not shut out forever; hostile devices cannot move the median

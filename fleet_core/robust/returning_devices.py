@@ -18,7 +18,7 @@ FACT = "returning"
 """The key in a checkpoint's facts."""
 AWAY = 5.0
 FORGOTTEN = 1000
-"""Rounds without an update after which a device counts as one that never sent any, so that what is kept does not grow
+"""Rounds without an update after which a device counts as if it had never sent one, so that the memory does not grow
 with every device that there ever was."""
 ROUNDS = 3
 """For how many rounds a device that is back is compared with the largest usual norm. After one, its next updates would

@@ -46,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run. where: its result.json. setting: part -> text; runs are compared only if their settings are equal.
+    """One run. where: its result.json. setting: part -> text; it must be equal in runs whose methods are compared.
     choices: its other options. points: in order of rounds. last: the final evaluation. spent: costs of the whole run.
     seconds: duration of its rounds on the machine that ran it, not on devices. loss: training loss of the last
     round."""

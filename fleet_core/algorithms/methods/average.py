@@ -87,7 +87,7 @@ class AverageServer(ServerRule):
 
 
 def mean(updates: Iterable[Update], hyper: Averaging) -> Params:
-    """Mean of what came up: uniform, or weighted by samples."""
+    """Mean of the received updates: uniform, or weighted by samples."""
     if hyper.weighted:
         total, _ = aggregation.total(updates, lambda update: trees.scale(update.payload.groups, float(update.samples)))
         return trees.scale(total, 1 / max(1, sum(update.samples for update in updates)))
