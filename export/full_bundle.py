@@ -39,7 +39,7 @@ class Served:
 
 
 def whole(served: Served, graph: Graph, *, stored: str, data: Samples | None, say: Callable[[str], None]) -> Bundle:
-    """The checked bundle. stored: one of ``bundle_files.STORED``. data: samples to calibrate a quantized encoder, None
+    """The checked bundle. stored: one of ``bundle_format.STORED``. data: samples to calibrate a quantized encoder, None
     for a bundle without one.
 
     Raises BundleError if a graph fails its check, or if a device without torch could not answer.

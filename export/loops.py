@@ -25,7 +25,8 @@ _TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int64": Ten
 
 
 class Loops:
-    """Builds the graph ``adapt``. adapted: keys of the parameters that the gradient is of. number: samples per pass."""
+    """Builds the graph ``adapt``. adapted: keys of the parameters whose gradient is computed. number: samples per
+    pass."""
 
     def __init__(self, layout: Layout, adapted: list[str], *, rates: bool, number: int) -> None:
         self._layout, self._adapted, self._rates, self._number = layout, adapted, rates, number

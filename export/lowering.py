@@ -85,7 +85,8 @@ def _transposed(
     grad: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], left: Sequence[int],
     groups: int,
 ) -> Any:  # fmt: skip
-    """A transposed convolution. A 1-D one is computed as 2-D with height 1: 3 times as fast in onnxruntime 1.23."""
+    """A transposed convolution. A 1-D convolution is computed as 2-D with height 1: 3 times as fast in onnxruntime
+    1.23."""
     if len(stride) == 1:
         axis = _ints(2)
         with_height = (op.Unsqueeze(grad, axis), op.Unsqueeze(weight, axis))
@@ -128,7 +129,7 @@ class _Windows(NamedTuple):
     dilation: Sequence[int]
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """Of each value of a window from its first value, row by row."""
+        """The offset of each value of a window from its first value, row by row."""
         return list(itertools.product(*(range(0, k * d, d) for k, d in zip(self.kernel, self.dilation, strict=True))))
 
     def at(self, x: Any, offset: Sequence[int], first: int) -> Any:

@@ -1,6 +1,6 @@
 """Functions of torch tensors as ONNX graphs: traced by ``make_fx`` with symbolic sizes, exported with ``lowering``.
 
-What is traced may differentiate, once or, within ``twice.Twice``, twice.
+A traced function may differentiate once, or twice within ``second_derivatives.Twice``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLEANUP_PASSES = (
 )  # fmt: skip
 
 RANDOM = ("bernoulli", "dropout", "rand", "normal_", "multinomial")
-"""Parts of the names of operations that draw."""
+"""Parts of the names of operations that draw random numbers."""
 
 
 def exported(

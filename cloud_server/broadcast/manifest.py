@@ -104,7 +104,7 @@ class Manifests:
             self._again()
 
     def again(self) -> None:
-        """Publishes the last manifest again, signed anew."""
+        """Publishes the last manifest again, with a new signature."""
         self._again()
 
     def _publish(

@@ -31,7 +31,7 @@ class Encoded:
     """A training model on its way down. data: its bytes in ``codec``. delta: whether they are a change to the weights
     published before. decoded: float32 weights as devices will hold them. lost: what a codec with feedback left out, or
     None. left: norm of the encoding error, relative to the norm of the change; None for a whole model and for no
-    change. moving: the arrays of a delta, which are those that the round before trained."""
+    change. moving: the arrays of a delta, which are those that the previous round trained."""
 
     data: bytes
     codec: str
@@ -165,7 +165,7 @@ class ModelsDown:
         return self.blob(chain.listed)
 
     def _identity(self, weights: Params) -> str:
-        """The weights' id. The last one is cached, because the base of a round is the model of the round before."""
+        """The weights' id. The last id is cached, because the base of a round is the model of the previous round."""
         if self._known is None or self._known[0] is not weights:
             self._known = weights, payloads.identity(weights)
         return self._known[1]

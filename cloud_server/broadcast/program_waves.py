@@ -1,7 +1,7 @@
 """Updates that devices fetch themselves: announces a program to one wave of devices after the other.
 
 A wave has ended when each of its devices has said that the new program runs and stays, or has failed: it refused the
-program, went back to the one before, or did not say anything in time. With too many failures no further wave begins.
+program, went back to the previous program, or did not report in time. With too many failures no further wave begins.
 When no wave is under way any more, the announcement and the chunks are cleared at the broker.
 """
 

@@ -55,7 +55,7 @@ def encode_served(
     audience: Audience,
 ) -> ServedModel:
     """The served model of a closed round, in the form for which the audience fetches the fewest bytes. before: the
-    served model before. codec: of the next round's model. layout: of what crosses the wire. seed: of the fleet or
+    previous served model. codec: of the next round's model. layout: of what crosses the wire. seed: of the fleet or
     run."""
     exact = layout.ordered(trees.only(closed.state.served, method.shared))
     weights = trees.apply(lambda a: np.asarray(a, np.float32), exact)
@@ -209,7 +209,7 @@ class ServedModels:
             self.serve(closed, last=self._last(closed))
 
     def serve(self, closed: Checkpoint, *, last: bool = False) -> None:
-        """Publishes the served model of a closed round, unless it differs too little from the one before. last: no
+        """Publishes the served model of a closed round, unless it differs too little from the previous one. last: no
         further round opens."""
         kept, codec = self._kept, self._codecs.of_round(closed.round + 1)["down"].codec
         made = encode_served(

@@ -1,9 +1,10 @@
 """Clears what devices leave at the broker. A device may retain its presence there and nothing else.
 
-A broker has no quota for a client's retained messages. The aggregator reads every topic that a device may write to:
-with MQTT 5 it sees at once that a message is retained. With 3.1.1 it sees it when it subscribes, which it does again
-every ``SWEEP_S``. It clears such a message with an empty one, and does not use it. Answers (``an``) are meant for an
-operator; the aggregator subscribes to them for ``LOOK_S`` only, because the broker sends retained ones first.
+A broker has no quota for a client's retained messages. The aggregator reads every topic that a device may write to.
+With MQTT 5 it sees at once that a message is retained. With 3.1.1 it sees this only when it subscribes, so it
+subscribes again every ``SWEEP_S``. It clears such a message by an empty one, and does not use its content. Answers
+(``an``) are meant for an operator; the aggregator subscribes to them for ``LOOK_S`` only, because the broker sends
+retained ones first.
 """
 
 from __future__ import annotations

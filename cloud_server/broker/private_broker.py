@@ -71,7 +71,7 @@ class Broker:
 
     def reload(self) -> None:
         """Makes mosquitto read its access lists and certificates again; clients stay connected. SIGHUP is sent twice
-        because mosquitto loses one that arrives during a reload."""
+        because mosquitto loses a signal that arrives during a reload."""
         if self.alive() and self.kind == "mosquitto":
             self.process.send_signal(signal.SIGHUP)
             second = threading.Timer(SECOND_SIGHUP_S, self.process.send_signal, (signal.SIGHUP,))
@@ -94,7 +94,7 @@ class BrokerSupervisor:
     """Restarts a private broker when it ends, and rotates its log. The aggregator publishes again what the broker had
     retained but not saved.
 
-    broker: the current one, or the last one. restart(): starts the next one at the same address.
+    broker: the current or the last broker. restart(): starts the next broker at the same address.
     """
 
     def __init__(self, broker: Broker, restart: Callable[[], Broker]):

@@ -11,9 +11,9 @@ from fleet_core.protocol.device_messages import Down, ServerPresence
 
 
 class ServerMessages:
-    """Messages to devices use QoS 0, because devices ask again if one is lost. The first message, ``heard``, uses QoS
-    1, so that an MQTT 5 broker reports if it denies them. sign(body): with the fleet's key. boot: identifies this start
-    of the aggregator."""
+    """Messages to devices use QoS 0, because a device asks again if a message is lost. The first message, ``heard``,
+    uses QoS 1, so that an MQTT 5 broker reports if it denies them. sign(body): with the fleet's key. boot: identifies
+    this start of the aggregator."""
 
     def __init__(
         self, fleet: str, link: Link, sign: Callable[[bytes], bytes], boot: str, log: Callable[[str], None]

@@ -35,7 +35,7 @@ def facts(codec: Codec) -> dict[str, Any]:
 
 
 def auto_facts() -> dict[str, Any]:
-    """``auto`` with the keys of ``facts``. codecs: way -> those that it chooses from, the largest first."""
+    """``auto`` with the keys of ``facts``. codecs: way -> the codecs that it chooses from, the largest first."""
     unknown = dict.fromkeys(("bits", "lossless", "feedback", "feedback_down", "unbiased"))
     return {"name": AUTO, **unknown, "about": ABOUT_AUTO, "codecs": LADDERS}
 
@@ -61,14 +61,15 @@ def _feedback(codec: Codec) -> str:
 
 
 def chosen(text: str) -> dict[str, str]:
-    """Keys of ``[link]`` from ``NAME`` for both ways, ``up:NAME,down:NAME`` or one of the two. Raises ConfigError."""
+    """Keys of ``[link]`` from ``NAME`` for both ways, from ``up:NAME,down:NAME``, or from ``up:NAME`` or ``down:NAME``
+    alone. Raises ConfigError."""
     ways = dict(part.split(":", 1) for part in text.split(",")) if _is_by_way(text) else dict.fromkeys(WAYS, text)
     _check(ways.values(), "--codec", "up:NAME,down:NAME")
     return ways
 
 
 def several(text: str) -> tuple[str, ...]:
-    """The codecs of ``NAME,UP/DOWN,…``, or none of ``none``. Raises ConfigError."""
+    """The codecs of ``NAME,UP/DOWN,…``; no codec for ``none``. Raises ConfigError."""
     named = () if text == NONE else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     _check([name for one in named for name in by_way(one).values()], "--codecs", f"UP/DOWN; or {NONE}")
     return named

@@ -95,8 +95,7 @@ def _export_bundle(source: Path, stored: str, data: str | None) -> Bundle:
 
 
 def _signer(fleet: Fleet) -> Signer | None:
-    """Signs with the fleet's key. None, with a message, if the key is not here. Raises StateError for one that is
-    damaged."""
+    """Signs with the fleet's key. None, with a message, if the key is not here. Raises StateError for a damaged key."""
     if (fleet.folder / "fleet.key").exists():
         return fleet.signer()
     processes.say("not signed, because fleet.key is not here: devices take it with --unsigned")

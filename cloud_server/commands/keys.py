@@ -1,5 +1,5 @@
-"""``metafleet server encrypt-keys``, ``roll-key``, ``roll-authority``: the passphrase of the fleet's keys,
-and other keys in their place."""
+"""``metafleet server encrypt-keys``, ``roll-key``, ``roll-authority``: the passphrase of the fleet's keys, and how keys
+are replaced."""
 
 from __future__ import annotations
 

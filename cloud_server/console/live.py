@@ -1,7 +1,7 @@
 """Reads the fleet in one thread, keeps what was read, and tells each open page what changed: server-sent events.
 
 Every value has the version at which it last changed. A page that is behind gets all values newer than the version that
-it has, whatever happened in between, so that nothing queues up for a slow one.
+it has, whatever happened in between, so that nothing queues up for a slow page.
 """
 
 from __future__ import annotations

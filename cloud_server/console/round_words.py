@@ -1,4 +1,4 @@
-"""A round in plain words: who was asked, what became of each, what was sent and why, what came out."""
+"""A round in plain words: which devices were asked, the outcome for each, what was sent and why, and the result."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def devices_enroll(
 def _enrol_without_token(
     fleet: Fleet, name: str, to: Path, url: str, login: BrokerLogin, as_json: bool
 ) -> None:
-    """Writes a device's folder for a broker that asks for no certificate: one without TLS, or with a login."""
+    """Writes a device's folder for a broker that asks for no certificate: a broker without TLS, or with a login."""
     from cloud_server.identity import audit_log, device_folder
     from fleet_core.base import storage
 

@@ -1,8 +1,8 @@
 """``metafleet flash``: writes an agent to an image, a card, or over SSH to a running board.
 
 ``flash`` reads the options and picks the way. For an image or a card ``_prepared_job`` checks everything, ``_write``
-makes the token and writes; the one-time token is made last, when nothing can be refused any more. SSH is in
-``flash_over_ssh``. Heavy modules are imported inside the functions.
+makes the token and writes; the one-time token is made last, after every check. SSH is in ``flash_over_ssh``. Heavy
+modules are imported inside the functions.
 """
 
 from __future__ import annotations

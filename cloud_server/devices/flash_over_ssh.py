@@ -65,8 +65,8 @@ def one(path: Path, to: str, choices: Choices, *, accept: str | None = None) -> 
 
 
 def every(path: Path, choices: Choices, *, jobs: int, waves: str = "", most_failures: int = 0) -> None:
-    """``--all INVENTORY.toml``. waves: as in ``1,5,20``. Raises ConfigError, and FlashError after all were tried,
-    or the waves have halted, if one of them failed."""
+    """``--all INVENTORY.toml``. waves: as in ``1,5,20``. Raises ConfigError, and FlashError if a device failed, after
+    all were tried or the waves have halted."""
     sizes = side_by_side.sizes_of(waves, "--waves")
     entries = inventory.load(path)
     if choices.dry_run:

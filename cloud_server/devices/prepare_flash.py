@@ -1,7 +1,6 @@
 """Reads a device file with its fleet, board and broker, and makes the package for the device.
 
-Only ``invited`` changes the fleet: it makes the one-time token. It is called last, when nothing can be refused any
-more.
+Only ``invited`` changes the fleet: it makes the one-time token. It is called last, after every check.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _check_none_runs(fleet: Fleet, ledger: Ledger) -> None:
 
 
 def _chosen(ledger: Ledger, fleet: Fleet, package: UpdatePackage, named: list[str]) -> list[str]:
-    """The devices to update. Raises ConfigError for one that cannot be, and if there is none."""
+    """The devices to update. Raises ConfigError for a device that cannot be updated, and if there is no device."""
     enrolled = {device.name: device for device in ledger.devices() if device.status == "enrolled"}
     systems = {name: (device.capabilities.get("update") or {}).get("system", "") for name, device in enrolled.items()}
     for name in named:

@@ -1,4 +1,4 @@
-"""How the report looks: the page's CSS, within it."""
+"""The report's CSS, which is a part of the page."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ AMOUNT: dict[str, Any] = {"min": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A device's score over the classes that it has, or a pooled score over all classes. method: the one that gave the
-    answers.
+    """A device's score over the classes that it has, or a pooled score over all classes. method: the method that gave
+    the answers.
     """
 
     accuracy: float = field(metadata=SHARE)

@@ -1,5 +1,5 @@
-"""``audit.ndjson`` in the fleet's folder: who asked for what, what came of it, whom the aggregator let in or
-refused.
+"""``audit.ndjson`` in the fleet's folder: who asked for what, with what outcome, and which devices the aggregator let
+in or refused.
 
 One JSON object a line, mode 0600, only ever appended to. Each line has the sha256 of the line before it (``previous``),
 so that a changed, removed or inserted line is found. Somebody who can write the file can also rewrite it whole, or cut
@@ -151,7 +151,7 @@ def drop_old(folder: Path, keep: int, log: Callable[[str], None]) -> None:
 
 
 def _last_line(handle: int, size: int) -> bytes:
-    """The last line without its end of line; it may be empty. Raises StateError for one that is longer than
+    """The last line without its end of line; it may be empty. Raises StateError for a line that is longer than
     LARGEST_BYTES."""
     block = MOST_LINE_BYTES
     while True:
@@ -244,7 +244,7 @@ class Checked:
 
 
 def check(folder: Path, *, since: str = "", most: int = 1000) -> Checked:
-    """Reads all files, line by line, and checks that each line follows the one before.
+    """Reads all files, line by line, and checks that each line follows the previous one.
 
     since: the hash of a line, or its first digits. The entries after that line are returned; without such a line the
     log counts as broken. most: entries that are returned, the newest; of what is torn and broken, the oldest. Raises

@@ -40,7 +40,7 @@ def successor(folder: Path) -> Authority | None:
 
 
 def trusted(folder: Path) -> list[x509.Certificate]:
-    """The authorities that broker and devices trust; the last one issues renewals. Raises StateError."""
+    """The authorities that broker and devices trust; the last authority issues renewals. Raises StateError."""
     _settle(folder)
     paths = (folder / f"{stem}.pem" for stem in (STEM, NEXT))
     return [certificates.load_certificate(path) for path in paths if path.exists()]

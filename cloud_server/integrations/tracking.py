@@ -29,7 +29,7 @@ MAX_JSON_BYTES = 1 << 26
 MAX_ROUNDS_BYTES = 1 << 32
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-"""MLflow would try for minutes; this process tries again at its next look."""
+"""MLflow's client would retry for minutes; this process retries at its next look."""
 
 Figures = dict[str, float]
 

@@ -1,5 +1,5 @@
-"""Distinguishes a disk that cannot be used now, which may pass, from a damaged file, which does not; and keeps room on
-the disk for what must always work."""
+"""Distinguishes a disk that cannot be used now, which may pass, from a damaged file, which does not pass. Also keeps
+room on the disk for revoking devices, which must always work."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Ledger(LedgerFolds, LedgerSums):
         return list(self.each(kind, within, **equal))
 
     def each(self, kind: type[R], /, within: range | None = None, **equal: Any) -> Iterator[R]:
-        """As ``rows``, one at a time, for tables too large for memory. Do not write while iterating."""
+        """As ``rows``, row by row, for tables too large for memory. Do not write while iterating."""
         sql = (
             f"SELECT {', '.join(statements.columns(kind))} FROM {kind.table}"
             f" WHERE {statements.in_rounds(within)} AND {statements.equal_to(kind, equal)}"
@@ -180,7 +180,7 @@ class Ledger(LedgerFolds, LedgerSums):
                 self._query("INSERT OR REPLACE INTO fleet VALUES (?, ?)", (key, value))
 
     def request(self, key: str, value: str) -> None:
-        """Adds a request to the aggregator (paused, revoke/NAME, …), or replaces the one with the same key."""
+        """Adds a request to the aggregator (paused, revoke/NAME, …), or replaces the request with the same key."""
         with self.transaction():
             self._query("INSERT OR REPLACE INTO control VALUES (?, ?)", (key, value))
 

@@ -93,7 +93,7 @@ CREATE TABLE privacy (
     10: folded_tables.SCHEMA,
     11: "ALTER TABLE privacy ADD COLUMN asked TEXT NOT NULL DEFAULT '[]';",
 }
-"""Version -> the statements that upgrade a ledger from the version before."""
+"""Version -> the statements that upgrade a ledger from the previous version."""
 
 Confusion = tuple[tuple[int, ...], ...]
 """Counts [N, N]: row = true class, column = answered class."""

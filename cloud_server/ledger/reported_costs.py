@@ -26,7 +26,7 @@ N = TypeVar("N", int, float)
 
 
 class ReportedCosts:
-    """Devices report counters that run since their start; a round gets the difference to the report before.
+    """Devices report counters that run since their start; a round gets the difference from the previous report.
 
     The last counters of a device's last two starts are kept in the ledger, so that a report that comes twice, late or
     out of order adds nothing twice.

@@ -311,7 +311,7 @@ class Members:
             self._know_reads(name, messages.SHORT)
 
     def _know_reads(self, name: str, what: int) -> None:
-        """Keeps only the devices that read less than all forms of messages."""
+        """Notes what a device can read; only devices that cannot read all forms of messages are kept."""
         if what < messages.SHORT:
             self._reads_less[name] = what
         else:

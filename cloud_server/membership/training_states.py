@@ -1,6 +1,6 @@
 """Devices that return without their training state, or with one that this ledger does not know.
 
-The dual of such a device is not the one in the server's sum, as if the device had left (``members``).
+The dual of such a device is not the dual in the server's sum, as if the device had left (``members``).
 """
 
 from __future__ import annotations

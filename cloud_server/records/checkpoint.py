@@ -260,7 +260,7 @@ def served_at(folder: Path, round_number: int) -> Path:
 
 
 def served_rounds(folder: Path) -> list[int]:
-    """The rounds that training can go back to, the oldest first; ``folder`` is the one of the checkpoints."""
+    """The rounds that training can go back to, the oldest first; ``folder`` is the folder of the checkpoints."""
     return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("served-at-*.safetensors"))
 
 

@@ -6,7 +6,7 @@
 
 Writing ``successions.json`` announces a succession. The old key signs for half of the overlap, for devices that have
 not received the announcement; then, or once every device has followed, the successor replaces it. If a step is
-interrupted, the next one finishes it.
+interrupted, the next step finishes it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class Spool:
         return found
 
     def updates(self, round_number: int, counted: Mapping[str, UploadManifest]) -> Updates:
-        """The ``counted`` updates (device -> manifest). They can be iterated any number of times; one is in memory."""
+        """The ``counted`` updates (device -> manifest). They can be iterated any number of times; only one of them is
+        in memory at a time."""
         return Updates(self, round_number, counted)
 
     def check(self, round_number: int, device: str, manifest: UploadManifest) -> None:

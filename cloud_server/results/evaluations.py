@@ -9,7 +9,7 @@ from fleet_core.protocol.device_messages import Report
 
 
 def record(ledger: Ledger, device: str, report: Report) -> None:
-    """Writes the evaluations of a report, if it has any, without those of no samples."""
+    """Writes the evaluations of a report, if it has any; evaluations without samples are left out."""
     if report.evaluated_round is None:
         return
     for one in report.evaluations:

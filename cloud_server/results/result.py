@@ -118,8 +118,9 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """rounds: the closed ones that are kept one by one. folded: those before them, None if there are none. devices: how
-    many train, without those that only joined to be evaluated. costs: by device; empty in a result of an older version.
+    """rounds: the closed rounds that are kept one by one. folded: the rounds before them, None if there are none.
+    devices: how many train, without those that only joined to be evaluated. costs: by device; empty in a result of an
+    older version.
     """
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})

@@ -203,8 +203,8 @@ class Coordinator:
     # Open a round -----------------------------------------------------------------------------------------------------
 
     def _open_if_possible(self, before: Round | None) -> None:
-        """Opens the next round, or reopens one that an earlier aggregator did not close. before: the row of the
-        latter."""
+        """Opens the next round, or reopens a round that an earlier aggregator did not close. before: the row of the
+        reopened round."""
         number = self.checkpoint.round + 1
         if before is None and self._parts.budget.over(self.checkpoint.round):
             return self._end_early()

@@ -90,9 +90,9 @@ class RuleState:
         return state
 
     def roll_back(self, to: int) -> None:
-        """Goes on from the model of round ``to``, which was served. The number of the last closed round stays. Duals
-        start again from zero, because those of the devices belong to the model that is given up. Raises StateError if
-        the checkpoint of that round is not kept."""
+        """Continues from the served model of round ``to``. The number of the last closed round stays. Duals start again
+        from zero, because those of the devices belong to the model that is given up. Raises StateError if the
+        checkpoint of that round is not kept."""
         now, old = self.checkpoint, self._checkpoints.served_round(to, self._first).state
         state, facts = self._method.server.left(old, int(now.facts["members"])), dict(now.facts)
         if state.dual_epoch != old.dual_epoch:

@@ -1,4 +1,5 @@
-"""Child processes with log files: those of the demo, which are restarted and ended together, the console, the trackers.
+"""Child processes with log files: the processes of the demo, which are restarted and ended together; the console; the
+trackers.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _beside(
     name: str, command: Sequence[str], path: Path, say: Callable[[str], None], stop_s: float = STOP_S
 ) -> Iterator[None]:
     """Runs a process as long as this context, with its messages in ``path``. Says its first line on stdout, or why it
-    did not start; if it did not, the rest goes on without it."""
+    did not start; in that case the caller goes on without it."""
     with open(path, "wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,

@@ -76,7 +76,7 @@ def _options_of(note: Path) -> Options:
 
 
 def _free_folder(options: Options) -> Path:
-    """``demo-run``, or with the next number while that holds a finished run or one with other options."""
+    """``demo-run``; with the next number if that folder holds a finished run, or a run with other options."""
     number, folder = 1, Path(DEFAULT_OUT)
     while (folder / "result.json").exists() or (
         (folder / "demo.json").exists() and _options_of(folder / "demo.json") != options

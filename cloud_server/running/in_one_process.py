@@ -1,6 +1,7 @@
 """Runs a fleet in one process on the loopback link, with the real aggregator and agents.
 
-Time is virtual and advances only while all are idle, so that no device seems silent while another one trains.
+Time is virtual and advances only while aggregator and agents are idle, so that no device seems silent while another one
+trains.
 """
 
 from __future__ import annotations

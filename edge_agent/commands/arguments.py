@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(action=self._show_help)
 
     def command(self, name: str, description: str, action: Action | None = None) -> Parser:
-        """Adds a command. action: None for one that only groups other commands: it shows its help (exit code 2)."""
+        """Adds a command. action: None for a command that only groups other commands; it shows its help (exit code
+        2)."""
         if self._group is None:
             self._group = self.add_subparsers(title="commands", metavar="COMMAND", prog=self.prog)
         prog = f"{self.prog} {name}"

@@ -151,7 +151,7 @@ def _choice(
 
 
 def _accuracy_before(service: Service) -> tuple[int, float] | None:
-    """(samples, accuracy) of the model before; None if it does not answer."""
+    """(number of held-back samples, accuracy on them) before the command; None if no model answers."""
     try:
         service.restore()
     except (StateError, ConfigError, DataError):

@@ -39,8 +39,8 @@ PROBE_S = 300
 @dataclass(frozen=True)
 class Examined:
     """The profile, the machine and their differences. sensor: its reading, or why there is none; None if the board has
-    no sensor. speed: as ``--measure`` found it, now or before. backbone: what computes the fleet's backbone here, as it
-    was measured; None before the first start with one."""
+    no sensor. speed: the result of ``--measure``, now or earlier. backbone: the provider that computes the fleet's
+    backbone here, with its measurements; None before the first start with a backbone."""
 
     board: Profile | None
     machine: Machine

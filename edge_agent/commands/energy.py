@@ -44,8 +44,8 @@ def read_all(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Readings], dict[str, str]]:
-    """({source's readings}, {source: why it has none}), read every second, and ``LEAST_READINGS``
-    times however long each takes."""
+    """(source -> its readings, source -> why it has none), read every second, and ``LEAST_READINGS`` times however long
+    each takes."""
     tallies, absent = [Readings(source) for source in found.sources], dict(found.absent)
     end_s, readings = clock() + seconds, 0
     while readings < LEAST_READINGS or clock() < end_s:

@@ -44,7 +44,7 @@ class AdapterProcess(Child):
 
 
 def job(graph: Path, weights: str, model: str, data: LocalData, steps: int, rate: float | None) -> Job:
-    """weights: a name for ``DeviceState.weights``; they must be ``model``. rate None: learned rates."""
+    """weights: a name for ``DeviceState.weights``, which must have the id ``model``. rate None: learned rates."""
     return Job("adapt", {
         "home": str(graph.parent), "graph": graph.name, "weights": weights, "model": model, "samples": str(data.path),
         "split": data.split(), "steps": steps, "rate": rate,

@@ -42,7 +42,7 @@ class Speed:
 
     @property
     def flop_per_s(self) -> float:
-        """The lower one of the fastest product and the convolution."""
+        """The lower of two figures: the fastest product's and the convolution's."""
         return min(max(self.matmul.values()), self.convolution or float("inf"))
 
     def compute(self) -> Compute:
@@ -90,7 +90,7 @@ def read(home: Path) -> Speed | None:
 
 
 def _rate(work: Callable[[], object], flop: float, seconds: float, clock: Clock) -> float:
-    """FLOP/s over as many runs as fit into ``seconds``, at least one, after one that is not counted."""
+    """FLOP/s over as many runs as fit into ``seconds``, at least one. A first run is not counted."""
     work()
     begin_s, runs = clock(), 0
     while not runs or clock() - begin_s < seconds:

@@ -118,8 +118,9 @@ class TrainingJobs:
 
 @dataclass(frozen=True)
 class Order:
-    """A job's header, read. boot: of the agent that sent it. seed: of everything random in the round. per_device_id: of
-    the weights that this device alone received, or empty. graph, steps: ids of the fleet's graphs on the disk."""
+    """The header of a job. boot: the start of the agent that sent it. seed: of everything random in the round.
+    per_device_id: of the weights that this device alone received, or empty. graph, steps: ids of the fleet's graphs on
+    the disk."""
 
     boot: str
     manifest: Manifest

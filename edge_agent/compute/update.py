@@ -33,7 +33,8 @@ def keep(
     it. metrics: what the aggregator is told of the training, the loss above all. seed: of a codec that draws. Raises
     CodecError for values that are not finite.
 
-    What is written has its noise, which is drawn once: an agent that starts again offers the same bytes.
+    Noise of a private update is drawn once, before the update is written: an agent that starts again offers the same
+    bytes.
     """
     method, privacy, secure = method_of(manifest), manifest.up.privacy, manifest.up.secure
     hidden = secure is not None or (privacy is not None and privacy.mode == LOCAL)

@@ -61,7 +61,7 @@ class Fetcher:
             self.into(Inbox(blob, limit), kind)
 
     def into(self, inbox: Receiver, kind: str) -> None:
-        """Fetches what ``inbox`` misses."""
+        """Fetches the chunks that ``inbox`` lacks."""
         self.cancel()
         self._inbox, self._kind = inbox, kind
         self._backoff.reset()

@@ -98,7 +98,7 @@ class Renewal:
 
     def on_authorities(self, texts: Sequence[str]) -> None:
         """Trusts these authorities (DER in base64) for the broker, if one of them is trusted already, and asks for a
-        certificate of the last. Raises MessageError, StateError; then nothing has changed."""
+        certificate of the last authority. Raises MessageError, StateError; then nothing has changed."""
         if self._due is None or self._tls.certificate is None:
             return
         from fleet_core.protocol import certificates

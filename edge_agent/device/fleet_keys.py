@@ -1,4 +1,4 @@
-"""The fleet's keys on this device: the one in device.toml, and the successions that it has followed since.
+"""The fleet's keys on this device: the key in device.toml, and the successions that the device has followed since.
 
     fleet-keys.json   the successions, each signed by the key before it, so that nobody who can write it can forge one
 

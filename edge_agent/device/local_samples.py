@@ -171,7 +171,7 @@ class LocalData:
         return Samples(added.x, index[added.y], classes=names), names
 
     def is_added(self, index: int, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bool:
-        """Whether the sample x [*shape] is the added one of this index. Raises DataError."""
+        """Whether the added sample with this index is x [*shape]. Raises DataError."""
         added = self._load_added()[0]
         return added is not None and index < len(added) and np.array_equal(added.x[index], x)
 

@@ -25,7 +25,8 @@ def method_of(manifest: Manifest) -> Method:
 
 
 def hyper_of(method: Method, values: Mapping[str, Any]) -> Any:
-    """The method's hyper-parameters. None values are not sent; a missing one is None here. Raises ConfigError."""
+    """The method's hyper-parameters. Values of None are not sent, so a missing value is None here. Raises
+    ConfigError."""
     hyper, problems = schema.read(method.hyper, values)
     if hyper is None:
         raise ConfigError("; ".join(map(str, problems)), where=method.name)

@@ -49,7 +49,7 @@ class RolledBack:
 
 @dataclass(frozen=True)
 class Pointer:
-    """slot: the one that answers, empty for none. checked: graph and onnxruntime version of the last golden check that
+    """slot: the slot that answers, empty for none. checked: graph and onnxruntime version of the last golden check that
     passed."""
 
     slot: str = field(default="", metadata={"choices": ("", *NAMES)})
@@ -79,7 +79,7 @@ class Slots:
         storage.write_json(self.folder / "serving.json", schema.plain(pointer), mode=0o600)
 
     def in_order(self) -> list[str]:
-        """The slots that hold weights; the one that answers comes first."""
+        """The slots that hold weights; the slot that answers comes first."""
         answers = self.pointer().slot
         filled = [name for name in NAMES if self.path(name, "serve").exists()]
         return sorted(filled, key=lambda name: name != answers)
@@ -118,12 +118,12 @@ class Slots:
         self.path(slot, "personal").unlink(missing_ok=True)
 
     def weights(self, slot: str = "") -> Weights | None:
-        """The weights in ``slot``, or in the one that answers."""
+        """The weights in ``slot``, or in the slot that answers."""
         slot = slot or self.pointer().slot
         return self._home.weights(f"slots/{slot}/serve") if slot else None
 
     def slot_of(self, model: str) -> str:
-        """The slot with the weights ``model``, preferably the one that answers; empty for none."""
+        """The slot with the weights ``model``, preferably the slot that answers; empty for none."""
         return next((name for name in self.in_order() if self._home.held(f"slots/{name}/serve") == model), "")
 
     def models(self) -> set[str]:

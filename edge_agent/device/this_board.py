@@ -70,7 +70,7 @@ def sensor_of(settings: Settings) -> profiles.Power | None:
 
 
 def watts_of(home: Path, settings: Settings) -> tuple[float, float] | None:
-    """(idle, busy) watts that the user measured, or None. Raises ConfigError for one without the other."""
+    """(idle, busy) watts that the user measured, or None. Raises ConfigError if only one of them is given."""
     power = settings.power
     if (power.idle_w is None) != (power.busy_w is None):
         raise ConfigError("power needs both idle_w and busy_w, or neither", where=str(home / "device.toml"),

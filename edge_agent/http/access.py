@@ -1,7 +1,7 @@
 """What a server beyond this machine asks for and shows: a token, and a certificate for TLS.
 
-The certificate is the device's own, signed by its own key: a client trusts the file ``serve.pem``. The one that the
-fleet issued would not do: it is valid for a client alone, so that no device can pass as the broker.
+The certificate is the device's own, signed by its own key: a client trusts the file ``serve.pem``. The certificate that
+the fleet issued cannot be used here: it is valid for a client alone, so that no device can pass as the broker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Watches whether what the device answers has moved away from what it was personalized on.
+"""Watches whether the samples that a device answers have moved away from those that it was personalized on.
 
 The sums of ``fleet_core.personalization.drift`` are in memory and, for a restart and ``edge-agent status``, in
 ``drift.json`` of the device's folder. A new personalization starts new sums. No samples are kept.
@@ -51,7 +51,7 @@ class DriftWatch:
 
     @property
     def moved_at(self) -> int:
-        """Number of samples answered when the watch noticed that they have moved; 0: they have not."""
+        """Number of samples that had been answered when the watch noticed drift; 0: it has noticed none."""
         now = self._now
         return 0 if now is None else now.sums.moved_at
 

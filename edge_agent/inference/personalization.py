@@ -163,7 +163,8 @@ def _of_fleets_head(graph: Graph, weights: Weights, samples: Samples, n_classes:
 def extended(personal: Personalization, embed: Embed, new: Samples) -> Personalization | None:
     """``personal`` with more raw samples; embeds only these. ``new.classes`` must start with ``personal.classes``.
 
-    None if the embeddings of earlier samples are needed and not stored; everything must then be made again.
+    None if the embeddings of earlier samples are needed and not stored; the whole personalization must then be made
+    again.
     """
     support = personal.support
     if not personal.embeds or (support is None and personal.how != "proto"):

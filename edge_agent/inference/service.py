@@ -226,8 +226,8 @@ class Service:
     # From disk: answers without an aggregator -------------------------------------------------------------------------
 
     def restore(self) -> str:
-        """Opens the model that answered last; if it is damaged, the one in the other slot, and returns why. Raises
-        FleetError."""
+        """Opens the model that answered last; if it is damaged, opens the model in the other slot, and returns why.
+        Raises FleetError."""
         with self._changing:
             self._stamp, failed = self.slots.stamp(), None
             for slot in self.slots.in_order():

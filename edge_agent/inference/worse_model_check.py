@@ -31,7 +31,7 @@ WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 
 class WorseModel(StateError):
-    """The new personalization answers the held-back samples worse, so the model before it stays. why: both
+    """The new personalization answers the held-back samples worse, so the previous model stays. why: both
     accuracies."""
 
     def __init__(self, why: str):

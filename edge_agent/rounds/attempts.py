@@ -1,4 +1,5 @@
-"""Remembers what this device failed to do for a manifest: it is logged, reported, and tried again with a newer one."""
+"""Remembers what this device failed to do for a manifest. A failure is logged and reported, and the task is tried again
+with a newer manifest."""
 
 from __future__ import annotations
 

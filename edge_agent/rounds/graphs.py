@@ -1,4 +1,5 @@
-"""Gets the fleet's graph and backbone from the disk or the broker and refuses those that fail their check.
+"""Gets the fleet's graph and backbone from the disk or the broker, and refuses a graph or backbone that fails its
+check.
 
 The graph is held in memory until it is whole. The backbone may be large: its chunks are written to the disk as they
 come, and those of an earlier start are not fetched again.
@@ -46,7 +47,7 @@ class Graphs:
             self._install(manifest, blob.id, data)
 
     def take(self, manifest: Manifest, blob_id: str, data: bytes) -> None:
-        """Installs a fetched graph. Raises BundleError for one that is not the manifest's."""
+        """Installs a fetched graph. Raises BundleError for a graph that is not the manifest's."""
         self._install(manifest, blob_id, data)
         self._home.save_graph(blob_id, data, keep=self._service.slots.graphs())
 

@@ -31,7 +31,7 @@ class ManifestCheck:
 
     def accept(self, payload: bytes) -> Manifest | None:
         """Takes and returns the manifest; None for the manifest that is held already, which a broker sends again after
-        a reconnect. Raises MessageError for one that is refused."""
+        a reconnect. Raises MessageError for a refused manifest."""
         self.keys.keep(payload)
         manifest = messages.decode(Manifest, self.keys.ring.verify(payload), limit=1 << 24)
         if manifest.fleet != self._fleet:

@@ -116,8 +116,8 @@ class Models:
         return not held and self._is_training(ref.base, groups) and self._fits(ref, groups)
 
     def next_blob(self, manifest: Manifest) -> Blob | None:
-        """What to fetch next for the training model: without its base, the list of its chain, then one link after the
-        other; else what ``blob_for`` gives."""
+        """The blob to fetch next for the training model: if its base is not here, the list of its chain, then each link
+        in turn; else what ``blob_for`` gives."""
         ref, groups = manifest.model, method_of(manifest).down
         chain = self._chain_of(ref, groups)
         if chain is not None and self._chain[0] != chain.id:

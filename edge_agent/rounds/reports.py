@@ -27,9 +27,9 @@ WORKING = ("train", "upload")
 
 
 class Reporter:
-    """trains: whether this device can train. limits: of its board, which is called ``board``. ``round``: of the current
-    manifest; before the first one it is None and nothing is reported. ``said``: the phase of the last presence or
-    heartbeat. ``packed``: what the aggregator can read (``messages.encode``)."""
+    """trains: whether this device can train. limits: of its board. board: the board's name for people. ``round``: of
+    the current manifest; before the first one it is None and nothing is reported. ``said``: the phase of the last
+    presence or heartbeat. ``packed``: what the aggregator can read (``messages.encode``)."""
 
     def __init__(
         self, settings: Settings, boot: str, link: Link, accounts: AgentCosts, *, trains: bool, limits: Limits,
@@ -88,7 +88,8 @@ class Reporter:
         self.report(want="chunks")
 
     def unanswered(self, round_number: int) -> None:
-        """Nothing came back: a broker may drop a publish without saying so (with MQTT 3.1.1 always, later at QoS 0)."""
+        """Logs that offers got no answer: a broker may drop a publish without saying so (with MQTT 3.1.1 always, with
+        MQTT 5 at QoS 0)."""
         self._log(f"round {round_number}: no answer to {UNANSWERED} offers: the aggregator is away, or the broker "
                   "drops what this device publishes (its access control, its message size limit)")
 

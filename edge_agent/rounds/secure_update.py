@@ -1,8 +1,8 @@
 """Takes part in a secure sum: sends this device's keys, then answers the aggregator's steps until its shares are out.
 
 The arithmetic is ``fleet_core.privacy.secure_sum``. The session's secrets are in memory alone: an agent that ends
-cannot unmask, and joins the next session anew. An update whose sum was revealed is never masked for another sum: the
-difference of the two would show what only one of them has.
+cannot unmask any more, and joins the next session as a new participant. An update whose sum was revealed is never
+masked for another sum: the difference of the two would show what only one of them has.
 """
 
 from __future__ import annotations
@@ -129,5 +129,5 @@ class SecureUpdates:
         return datetime.datetime.fromtimestamp(self._unix_s(), datetime.timezone.utc)
 
     def _send(self, number: int, part: str, message: object) -> None:
-        """Sends a message once: the aggregator asks again for one that is lost."""
+        """Sends a message once: if it is lost, the aggregator asks again."""
         send(self._link, topics.upload(self._fleet, self._name, number, part), messages.encode(message), self._log)

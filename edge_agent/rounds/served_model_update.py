@@ -24,7 +24,8 @@ from fleet_core.protocol.round_messages import Manifest, ModelRef
 
 
 class ServedModelUpdate:
-    """jobs: of the trainer. Without a trainer for a manifest's jobs, only the graph ``adapt`` takes gradient steps."""
+    """jobs: those of the trainer. If no trainer can do a manifest's jobs, only the graph ``adapt`` takes gradient
+    steps."""
 
     def __init__(
         self, service: Service, models: Models, fetcher: Fetcher, accounts: AgentCosts, reporter: Reporter,

@@ -1,4 +1,5 @@
-"""What a source is: it gives readings, whole samples, and notes of losses. ``running`` makes samples of them.
+"""The interface of a source: it gives readings, whole samples, and notes of losses. ``running`` turns readings into
+samples.
 
 A feed is used by one thread. Its constructor opens the sensor. The constructor and a failing sensor raise SourceError,
 ConfigError or OSError; then the feed is closed and made again.

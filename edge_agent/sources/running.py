@@ -305,7 +305,8 @@ class Sources:
                         for source, name in zip(settings.source, kinds.names_of(settings.source), strict=True)]
 
     def label(self, label: str, name: str = "") -> None:
-        """Labels the last sample of the source of this name; without a name, of the one that gave one last."""
+        """Labels the last sample of the source with this name; without a name, of the source that gave a sample
+        last."""
         named = [one for one in self.running if name in ("", one.name)]
         waiting = [one for one in named if one.last is not None]
         if not waiting:

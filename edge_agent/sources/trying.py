@@ -29,9 +29,9 @@ class Tried:
     """What a source gave.
 
     readings: rows of numbers. channels: of a reading. rate_hz: readings a second, None below two. whole: samples that
-    came as such. samples: of the fleet's shape, which would be stored. shape: of the last sample. fleet_shape,
-    fleet_hz: of the fleet's samples. first: the first readings. label: the last one that came. lost, why: what could
-    not be used. error: why the source failed; empty if it did not.
+    the source gave as whole samples. samples: those of the fleet's shape, which would be stored. shape: of the last
+    sample. fleet_shape, fleet_hz: of the fleet's samples. first: the first readings. label: the last label that came.
+    lost, why: what could not be used. error: why the source failed; empty if it did not.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Tried:
 
 
 def command(home: Path, seconds: float | None, as_json: bool) -> None:
-    """Lists the device's sources; with ``seconds`` each is opened for that time. Exit code 1 if one of them gives
+    """Lists the device's sources; with ``seconds`` each source is opened for that time. Exit code 1 if a source gives
     nothing that can be used. Raises ConfigError, StateError before a model has arrived."""
     settings = settings_of(home)
     if seconds is None:

@@ -1,6 +1,6 @@
 """Follows the programs that the fleet announces: fetches one for this device, and asks root to install it.
 
-Its progress is on the disk, in ``update_folder``; after a power cut or a restart it continues from there.
+The progress is on the disk, in ``update_folder``; after a power cut or a restart the update continues from there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fleet_core.protocol.signing import Verifier
 
 LOOK_S = 1.0
 ASK_AGAIN_S, AFTER_START_S = 600.0, 10.0
-"""Root does nothing twice for the same request."""
+"""Seconds after which root is asked again: after the last request, and after a start. Root does nothing twice for the
+same request."""
 RETRY_S, MOST_RETRY_S = 10.0, 900.0
 FETCHING, INSTALLING, RUNNING, REFUSED = "fetching", "installing", "running", "refused"
 

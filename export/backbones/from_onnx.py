@@ -1,4 +1,4 @@
-"""An ONNX file, perhaps of somebody else, as a frozen backbone.
+"""Makes a frozen backbone of an ONNX file, which may come from somebody else.
 
 Everything is checked before onnxruntime opens the file: its size, that its weights are inside, its operators' sets, its
 input. The preprocessing is put in front, the mean over positions and the cut to the chosen node behind.

@@ -119,7 +119,7 @@ def _tuned(prepared: Preprocessing, mean: tuple[float, ...], std: tuple[float, .
 
 
 class _Features(nn.Module):
-    """The module, whose output is not its input."""
+    """The module, with a copy of its output: the exporter needs an output that is not the input itself."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

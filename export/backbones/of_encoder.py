@@ -13,7 +13,7 @@ from fleet_core.model.graph_bundle import Graph
 
 def of_encoder(graph: Graph, params: Params, name: str) -> BackboneFile:
     """params: of the group ``body``, float32; other groups are left out. The graph's own preprocessing is kept. Raises
-    ConfigError for a model without an encoder, or one that has a backbone itself."""
+    ConfigError for a model without an encoder, or a model that has a backbone itself."""
     body = trees.only({**graph.first, **params}, ("body",))
     if not body or "embed" not in graph.graphs or graph.layout.backbone is not None:
         raise ConfigError("has no encoder of raw samples", where=name, hint="take a fleet with another model")

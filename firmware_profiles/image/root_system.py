@@ -1,7 +1,7 @@
 """The system in an image's root, read by debugfs: its Python, and whether it has 64 bits.
 
-A device would refuse a package for another Python at its first start, unseen; so it is refused here. Without debugfs or
-ext4 nothing is known and nothing refused.
+A device would refuse a package for another Python at its first start, where nobody sees it; so such a package is
+refused here. Without debugfs or ext4 nothing is known and nothing refused.
 """
 
 from __future__ import annotations

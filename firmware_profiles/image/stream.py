@@ -81,7 +81,7 @@ def _decompressor(start: bytes) -> Callable[[], Any] | None:
 
 
 def _unpacked(raw: Iterator[bytes], decompressor: Callable[[], Any], path: Path) -> Iterator[bytes]:
-    """Concatenated streams one after the other, as ``xz`` and ``zstd`` read them."""
+    """The content of concatenated streams, in order, as ``xz`` and ``zstd`` read them."""
     stream, data = decompressor(), b""
     try:
         while True:

@@ -58,8 +58,8 @@ class Signing:
     signer: Signer = field(repr=False)
 
     def statement(self, program: Program, files: Mapping[str, bytes], *, older: bool = False) -> bytes:
-        """The signed statement of a program, with ``files`` that come with it. older: it may be older than the one
-        that runs. Raises FlashError for an archive that cannot be read."""
+        """The signed statement of a program, with ``files`` that come with it. older: the program may be older than the
+        one that runs. Raises FlashError for an archive that cannot be read."""
         manifest = program_files.content_of(program.path).manifest
         hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         text = Statement(

@@ -26,7 +26,7 @@ from fleet_core.base import storage
 from fleet_core.base.errors import StateError
 
 NEWEST = 4
-"""Programs per Python and architecture: with and without torch, of this version and the one before."""
+"""Programs per Python and architecture: with and without torch, of this version and the previous one."""
 ABANDONED_S = 86400.0
 MAKING = ".making-"
 MAX_FACTS_BYTES = 1 << 20

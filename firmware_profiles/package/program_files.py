@@ -35,7 +35,7 @@ def content_of(path: Path) -> Content:
 
 @lru_cache(maxsize=16)
 def _content(path: Path, mtime_ns: int, size: int) -> Content:
-    """Read once for all devices; ``mtime_ns`` and ``size`` distinguish a file that was replaced."""
+    """The content, read once for all devices; ``mtime_ns`` and ``size`` distinguish a file that was replaced."""
     del mtime_ns, size
     files, folders = {}, set()
     with opened(path) as archive:

@@ -1,5 +1,5 @@
-"""What a device needs to update itself, for one kind of board: the signed statement of a program, its archive, and the
-small files that come with it.
+"""The files with which a device updates itself, for one kind of board: the signed statement of a program, its archive,
+and the small files that come with it.
 
     PACKAGE            the statement that the fleet's key has signed, with the hash of everything else
     program.tar.gz     the program
@@ -44,8 +44,8 @@ class UpdatePackage:
 
 
 def of(package: Package, *, older: bool = False) -> UpdatePackage:
-    """The update to a device's package, for every device of the same board and system. older: devices take it even if
-    they have had one that was signed later. Raises FlashError."""
+    """The update to a device's package, for every device of the same board and system. older: devices take the update
+    even if they have had a program that was signed later. Raises FlashError."""
     made = release.of(package)
     files = {"prepare": made.prepare, **systemd_unit.texts(package.machine)}
     statement = made.signing.statement(

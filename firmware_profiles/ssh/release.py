@@ -1,5 +1,5 @@
-"""A package as it is installed on a running device: the program's files with their hashes, the settings by path, and a
-script that prepares the system.
+"""A package in the form in which a running device installs it: the program's files with their hashes, the settings by
+path, and a script that prepares the system.
 
 The program's folder becomes /opt/metafleet/VERSION, with ``MANIFEST.sha256`` for ``sha256sum -c``. Settings are small
 files anywhere, which are replaced one by one and restored when the device rolls back.

@@ -1,4 +1,4 @@
-"""Installs or updates the agent of a running device over SSH; if anything fails, the device runs the version before.
+"""Installs or updates the agent of a running device over SSH; if anything fails, the device runs the previous version.
 
 Steps: let the device check the fleet's signature; upload beside the running version; verify every file; rename; arm the
 rollback *on the device*; switch the link; restart; wait until the device is back; disarm. A device that loses its

@@ -28,7 +28,7 @@ class ClassMoments:
 
     @staticmethod
     def begin(direction: Params, start: float = 0.0) -> ClassMoments:
-        """Before the first direction. start: of the second moment."""
+        """The moments before the first direction. start: initial second moment."""
         zero = trees.zeros_like(direction)
         return ClassMoments(zero, trees.apply(lambda a: a + start, zero), trees.apply(lambda a: 0, direction))
 

@@ -33,10 +33,10 @@ MAX_SAMPLE = 64 << 20
 
 @dataclass(frozen=True)
 class BackboneInfo:
-    """name: of what it was made from. output: the node whose values are the features. input: a raw sample. width: D.
-    tolerance: of golden features, as the norm of the difference over that of the features. int8: what quantization
-    changed, in the same measure, on samples that were not used for calibration; None for a float backbone. ir_version,
-    opset: of the ONNX file. min_onnxruntime: the oldest release that reads it.
+    """name: what the backbone was made from. output: the node whose values are the features. input: a raw sample.
+    width: D. tolerance: largest accepted error of golden features, as the norm of the difference over that of the
+    features. int8: the error of quantization, in the same measure, on samples that were not used for calibration; None
+    for a float backbone. ir_version, opset: of the ONNX file. min_onnxruntime: the oldest release that reads it.
     """
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})

@@ -25,7 +25,7 @@ from fleet_core.model.layout import Backbone, InputSpec
 Array = np.ndarray[Any, Any]
 
 BATCH, BATCH_VALUES = 32, 1 << 20
-"""Samples of a batch, and raw values of a batch, at most: they bound the memory."""
+"""The most samples, and the most raw values, of a batch: they bound the memory."""
 
 QUOTA_BYTES = 256 << 20
 
@@ -70,7 +70,7 @@ class Features:
         return replace(raw, x=self.cached(raw.x) if keep else self.of(raw.x))
 
     def choice(self) -> providers.Choice | None:
-        """What was measured here; None before the first start."""
+        """The provider that was chosen here, with the measurements; None before the first start."""
         return providers.load(self.beside("providers.json"))
 
     def beside(self, kind: str) -> Path:
@@ -105,7 +105,7 @@ def _batch(spec: InputSpec) -> int:
 
 @functools.lru_cache(maxsize=2)
 def _opened(features: Features) -> tuple[providers.Choice, Run]:
-    """The backbone on its fastest provider, which is measured unless that was done here before."""
+    """The backbone on its fastest provider. The providers are measured unless that was done here before."""
     data = storage.read_bytes(features.path, limit=backbone_file.MAX_BYTES)
     if backbone_file.identity(data) != features.backbone.id:
         raise BundleError("is not the fleet's backbone", where=str(features.path), expected=features.backbone.id,

@@ -30,8 +30,8 @@ MUCH = 0.9
 
 @dataclass(frozen=True)
 class Choice:
-    """provider: the chosen one. seconds: of a golden sample, by provider. refused: why others are not used. of: the
-    backbone, onnxruntime and providers that were measured."""
+    """provider: the chosen one. seconds: provider -> time for a golden sample. refused: provider -> why it is not used.
+    of: the backbone, onnxruntime and providers that were measured."""
 
     provider: str
     seconds: Mapping[str, float] = field(default_factory=dict)

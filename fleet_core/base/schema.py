@@ -169,7 +169,7 @@ def _value(kind: Any, data: Any, at: str, limits: Mapping[str, Any], unknown: st
 
 
 def _variant(variants: Mapping[str, type[Any]], data: Any, at: str, problems: list[Problem]) -> type[Any] | None:
-    """The one that the table's key ``kind`` names; None for a problem."""
+    """The variant that the table's key ``kind`` names; None for a problem."""
     if not isinstance(data, Mapping):
         problems.append(Problem(at, f"expected a table, found {_kind(data)}"))
         return None

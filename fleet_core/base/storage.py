@@ -107,8 +107,8 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644, durable: bool = Tru
 
 
 def check_free_space(folder: Path, like: str) -> None:
-    """Checks that a file can be written as large as the largest that matches ``like`` below ``folder``, plus 2 MiB, by
-    writing and deleting one. Raises StateError with the cause of the failed write."""
+    """Checks that the disk has room, by writing and deleting a file: of the size of the largest one that matches
+    ``like`` below ``folder``, plus 2 MiB. Raises StateError with the cause of the failed write."""
     largest = max((path.stat().st_size for path in folder.rglob(like)), default=0)
     blocks, probe = (largest >> 20) + 2, folder / ".probe"
     try:
@@ -121,8 +121,8 @@ def check_free_space(folder: Path, like: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Makes the folder and holds the lock of its file ``.lock``, which is not reentrant. wait: until another process
-    has left it. Raises StateError if the file cannot be opened, BlockingIOError without ``wait``."""
+    """Makes the folder and holds the lock of its file ``.lock``, which is not reentrant. wait: for another process to
+    release the lock. Raises StateError if the file cannot be opened, BlockingIOError without ``wait``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

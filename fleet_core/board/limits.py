@@ -22,8 +22,8 @@ LEAST_GLIBC = (2, 27)
 LEAST_PYTHON = (3, 10)
 LEAST_SHARE_OF_SOLD = 0.7  # of the nominal memory; graphics and firmware take the rest
 TORCH_FROM_MIB = 1024
-"""Nominal memory with which auto takes torch, and a board is flashed with it: it would leave little of 512 MB for
-anything else."""
+"""The least nominal memory with which ``auto`` takes torch and a board is flashed with torch, which would leave little
+of 512 MB for anything else."""
 PACKAGES = {"torch": "torch", "onnx": "onnxruntime"}
 """What each engine needs installed."""
 
@@ -66,7 +66,8 @@ class Complaint:
 @dataclass(frozen=True)
 class Limits:
     """train: whether the agent trains. why: the reason why it does not, or empty. Limits are None when unknown.
-    engines: those that can train here, the preferred one first; another is for a fleet without a graph ``train``."""
+    engines: those that can train here, the preferred one first; the second one serves in a fleet without a graph
+    ``train``."""
 
     train: bool
     why: str = ""

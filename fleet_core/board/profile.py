@@ -95,8 +95,8 @@ class Power:
 
 @dataclass(frozen=True)
 class Compute:
-    """effective_flop_per_s: achieved when training small models with all cores. providers: of onnxruntime, to be
-    measured for a backbone beside those that always are (``fleet_core.backbone.providers``)."""
+    """effective_flop_per_s: achieved when training small models with all cores. providers: providers of onnxruntime
+    that are measured for a backbone, in addition to those that always are (``fleet_core.backbone.providers``)."""
 
     effective_flop_per_s: float | None = field(default=None, metadata={"above": 0, "max": 1e18})
     source: str | None = field(default=None, metadata={"max_length": TEXT})

@@ -1,7 +1,7 @@
-"""The name and password that a client shows its broker, where the broker asks for them.
+"""The name and password with which a client logs in at a broker that asks for them.
 
-The table ``[broker_login]`` of device.toml, fleet.toml and a device file. The password is in a file of its own, which
-no other user of the machine may read; it is in no message, and in no log.
+The table ``[broker_login]`` of device.toml, fleet.toml and a device file. The password is in a separate file, which no
+other user of the machine may read. It is in no message and in no log.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Login(TypedDict, total=False):
 
 
 def login_of(folder: Path, section: BrokerLogin) -> Login:
-    """The login, empty for none. Raises ConfigError for a password without its name, or one that others can read."""
+    """The login, empty for none. Raises ConfigError for a password without a name, or a password file that others can
+    read."""
     if section.username is None:
         if section.password_file is not None:
             raise ConfigError("a password needs its name", where="password_file", hint="add username beside it")

@@ -1,5 +1,5 @@
-"""Host names: those of this machine, and the one in an HTTP request's ``Host``, which must be one of them (a web page
-elsewhere could point a name of its own at this machine: DNS rebinding)."""
+"""Host names of this machine. The ``Host`` of an HTTP request must be one of them: a web page elsewhere could point its
+own name at this machine (DNS rebinding)."""
 
 from __future__ import annotations
 

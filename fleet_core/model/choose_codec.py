@@ -27,7 +27,7 @@ MOST_LEFT = {"up": 1.5, "down": 0.7}
 """The most that ``Past.left`` may be. Down, ``ternary`` leaves out half of a move or more, and ``topk-1`` more than
 this."""
 WINDOW = 5
-"""Rounds whose mean loss is compared with that of as many rounds before them."""
+"""Number of rounds whose mean loss is compared with that of the same number of rounds before them."""
 RISE, ERRORS = 0.1, 2.0
 """The loss has risen if it is higher by more than this share and this many standard errors, because the loss of a small
 cohort varies between rounds."""
@@ -80,7 +80,8 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def backlog(norms: Iterable[float | None], move: float) -> float | None:
-    """``Past.left`` of updates. norms: of what each device left out, None if it does not say."""
+    """``Past.left`` of updates. norms: for each device, the norm of what its codec left out; None if the device does
+    not report it."""
     known = mean_of_known(norms)
     return known / move if known is not None and 0 < move < math.inf else None
 
@@ -116,7 +117,8 @@ def _worse(way: str, past: Sequence[Past]) -> str:
 
 
 def rise(losses: Sequence[float]) -> str:
-    """Says how far the mean loss of the last ``WINDOW`` rounds is above that of as many before; empty if it is not."""
+    """Says how far the mean loss of the last ``WINDOW`` rounds is above that of the ``WINDOW`` rounds before; empty if
+    it is not above it."""
     before, after = losses[-2 * WINDOW : -WINDOW], losses[-WINDOW:]
     if len(before) < WINDOW:
         return ""

@@ -26,7 +26,7 @@ SMALL, AGAIN = 0.2, 0.4
 """An array is at rest if the mean of its last ``WINDOW`` moves is at most ``SMALL`` of the largest such mean so far. It
 is unfrozen if its move in a probe is above ``AGAIN`` of that."""
 REST, LONGEST_REST = 10, 100
-"""Rounds until the first probe. After a probe that found all at rest, the interval grows by as many; else it is
+"""Rounds until the first probe. After a probe that found all arrays at rest, the interval grows by ``REST``; else it is
 halved."""
 LISTED = 4
 """The most arrays that a reason names."""

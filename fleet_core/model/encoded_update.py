@@ -45,14 +45,14 @@ def encode_update(
     layout: Layout, round_number: float, seed: Seed, least_norm: float = 0.0, moving: Moving = EVERYTHING,
     private: Private | None = None,
 ) -> EncodedUpdate:
-    """Encodes ``update`` and follows up what the codec lost.
+    """Encodes ``update``, and computes the device's state that follows from what the codec lost.
 
     pending: the method's state after the round. before: the device's state before it, whose residual is added to the
     update. layout: of what crosses the wire. seed: of a codec that draws. least_norm: below it the update is skipped.
     moving: the arrays that the update has; the residual of the others stays. With error feedback the loss is the next
-    residual; without, the method corrects its state for it (``ClientRule.after_loss``), as for what clipping and noise
-    changed (``private``): both come first, so the codec and the residual see the noised update alone. Raises CodecError
-    for values that are not finite.
+    residual; without, the method corrects its state for it (``ClientRule.after_loss``). Clipping and noise
+    (``private``) come before the codec, so codec and residual see the noised update alone; the method corrects its
+    state for them likewise. Raises CodecError for values that are not finite.
     """
     part, owed = layout.part(moving), before.get(RESIDUAL)
     own = part.ordered(update.groups)

@@ -1,11 +1,11 @@
 """Detects without labels that a device's samples have moved away from those that it was personalized on.
 
 Each answered sample has two measures from its embedding and the class means: its squared distance to the nearest mean,
-and its margin, how sure the nearest mean makes it: (d₂ − d₁) / (d₂ + d₁) of its two smallest distances. A measure's
-p-value is its two-sided rank among the same measures of the samples that the means were made of, each left out of its
-own class's mean. Without drift −ln p has a mean of about 1. For each measure Page's cumulative sum (Page, "Continuous
-Inspection Schemes", Biometrika 1954) adds −ln p − 1 − ``SLACK`` and never falls below 0; above ``LIMIT`` the samples
-have moved. Both constants were chosen on validation devices (``benchmarks/drift``).
+and its margin, (d₂ − d₁) / (d₂ + d₁) of its two smallest distances, which says how much nearer the nearest mean is. A
+measure's p-value is its two-sided rank among the same measures of the samples that the means were made of, each left
+out of its own class's mean. Without drift −ln p has a mean of about 1. For each measure Page's cumulative sum (Page,
+"Continuous Inspection Schemes", Biometrika 1954) adds −ln p − 1 − ``SLACK`` and never falls below 0; above ``LIMIT``
+the samples have moved. Both constants were chosen on validation devices (``benchmarks/drift``).
 
 n: samples. D: embedding width. N: classes. m: samples of the reference.
 """

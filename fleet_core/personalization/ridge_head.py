@@ -1,7 +1,7 @@
 """A linear head for numbers, fitted to the device's own embedded samples in closed form: ridge regression in numpy.
 
 The decay is the one of ``DECAYS`` with the least leave-one-out error, which follows from one decomposition of the
-embeddings, without fitting anew (PRESS: Allen, "The Relationship between Variable Selection and Data Augmentation and a
+embeddings, without another fit (PRESS: Allen, "The Relationship between Variable Selection and Data Augmentation and a
 Method for Prediction", Technometrics 1974). The bias does not decay.
 
 Shapes: S stored samples, n samples, D embedding width, K outputs, R singular values.

@@ -36,5 +36,5 @@ def repeating(action: Callable[[], None], period_s: float = PERIOD_S) -> Iterato
 
 
 def pause_s(cost_s: float, period_s: float = PERIOD_S) -> float:
-    """Seconds until the next reading, after one that cost ``cost_s`` CPU seconds."""
+    """Seconds until the next reading, after a reading that cost ``cost_s`` CPU seconds."""
     return min(max(period_s, cost_s / BUDGET), GAP_S / 2)

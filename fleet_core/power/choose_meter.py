@@ -32,8 +32,9 @@ def choose_meter(
 ) -> Meter | None:
     """The sensor if it can be read; else the model of the user's watts or of the board's cited ones; else None.
 
-    board: decides the sensor. A board without one is modelled: from CPU time if this machine is one, else from its
-        work, because neither the seconds nor the sensor of another machine are the board's. Without a board the sensor
+    board: decides the sensor. A board without a sensor is modelled: from CPU time if this machine is such a board, else
+    from its work, because neither the CPU seconds nor the sensor of another machine are the board's. Without a board
+    the sensor
         is RAPL.
     meter_watts: (idle, busy) of this machine, from the user; idle also separates a sensor's idle draw from its work.
     root: of the file system.

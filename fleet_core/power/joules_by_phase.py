@@ -55,7 +55,7 @@ class JoulesByPhase:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Work]:
-        """Counts what is spent inside for ``name``, one of WORKING."""
+        """Counts the joules that are spent inside for the phase ``name``, one of WORKING."""
         if name not in WORKING:
             raise PowerError(f"there is no phase '{name}'", expected=", ".join(WORKING))
         work = Work()

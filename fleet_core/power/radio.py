@@ -56,8 +56,8 @@ HUANG = {"wifi": _huang("Wi-Fi", 283.17, 137.01, 132.86), "lte": _huang("LTE", 4
 
 
 def radio_of(kind: str | None, board: Profile | None = None, j_per_byte: float | None = None) -> RadioModel:
-    """kind: one of KINDS; None if it is not known. j_per_byte: the user's own constant, before the board's cited one,
-    before Huang's."""
+    """kind: one of KINDS; None if it is not known. j_per_byte: the user's own constant, which takes precedence over the
+    board's cited constant, as that does over Huang's."""
     if kind == "ethernet":
         return RadioModel(absent=CABLE)
     if j_per_byte is not None:

@@ -107,7 +107,8 @@ def _rapl(root: Path, clock: Clock) -> Source:
 def _model(
     board: Profile | None, meter_watts: tuple[float, float] | None, root: Path, clock: Clock
 ) -> Source:
-    """The user's or, on the board itself, its cited watts scaled by CPU load; else the board's cited idle draw."""
+    """The user's watts, or on the board itself its cited watts, scaled by CPU load; else the board's cited idle
+    draw."""
     if meter_watts is not None:
         return _busy(*meter_watts, root, clock)
     if board is None:

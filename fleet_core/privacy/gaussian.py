@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Normal:
-    """Standard normal values of a key of 32 bytes, by the transform of Box and Muller."""
+    """Standard normal values from a key of 32 bytes, by the transform of Box and Muller."""
 
     def __init__(self, key: bytes):
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # 4 MB that serving does not need

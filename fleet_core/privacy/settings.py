@@ -23,7 +23,7 @@ SPARSE = 100
 class PrivacySection:
     """The table ``privacy`` of fleet.toml and of an experiment. clip: C, Euclidean norm over all arrays that are sent.
     noise_multiplier: the noise's standard deviation in each value, over C; of one update (local) or of a round's sum
-    (central). delta: for which epsilon is stated. epsilon: no round opens that would pass it; None for no limit.
+    (central). delta: for which epsilon is stated. epsilon: no round opens that would exceed it; None for no limit.
     neighbours: 0 for all other devices, or ``SPARSE`` where there are more."""
 
     mode: str = field(default=NONE, metadata={"choices": MODES, "about":

@@ -211,7 +211,7 @@ def issued_to(
     text: str, name: str, authority: x509.Certificate | tuple[x509.Certificate, ...], now: datetime.datetime
 ) -> PublicKey:
     """The public key of the certificate in ``text`` (DER in base64). Raises MessageError unless ``authority``, or one
-    of several, issued it to ``name`` and it has not ended."""
+    of several authorities, issued the certificate to ``name`` and it has not ended."""
     try:
         found = certificate_in(text, name)
         several = authority if isinstance(authority, tuple) else (authority,)

@@ -1,4 +1,4 @@
-"""The chain of a round's model: the deltas of the rounds before, for a device that missed some of them."""
+"""The chain of a round's model: the deltas of earlier rounds, for a device that missed some of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_CHAIN_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Chain:
-    """The models of the last rounds, oldest first, each as a delta to the one before. A device begins after the last
-    one that it holds. The first may be first weights, for a device without a model.
+    """The models of the last rounds, oldest first, each as a delta to the previous model. A device begins after the
+    last model that it holds. The first link may be first weights, for a device without a model.
 
-    A blob of its own, as ``PerDevice`` is: only devices that need it fetch it.
+    The chain is a separate blob, as ``PerDevice`` is: only devices that need it fetch it.
     """
 
     links: tuple[ModelRef, ...] = field(metadata={"max_length": MAX_LINKS})

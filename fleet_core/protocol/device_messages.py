@@ -26,9 +26,9 @@ def reads(packed: bool, dictionary: int) -> int:
 class UpdateState:
     """The state of the last program that the device was asked to fetch.
 
-    system: that programs must be made for, as ``aarch64 3.13``. serial, attempt: of the announcement; 0 before the
-    first one. st: fetching, installing, running (it stays), back (the device went back to the one before), refused.
-    why: the reason for the last two, or for a delay of the others.
+    system: the system that programs must be made for, as ``aarch64 3.13``. serial, attempt: of the announcement; 0
+    before the first one. st: fetching, installing, running (it stays), back (the device went back to the previous
+    program), refused. why: the reason for the last two, or for a delay of the others.
     """
 
     system: str = field(default="", metadata={"max_length": 64})
@@ -45,15 +45,14 @@ class Presence:
     boot: changes at every start. ph: phase. train: whether it can train. cannot: why it cannot, or empty. most:
     parameters of the largest model that it trains, 0 for no limit. base: id of the model that it holds. chain: whether
     it takes a model as a ``Chain`` of deltas. beat: this is a heartbeat, of which only the phase counts. packed:
-    whether it reads manifests under zstd. dictionary: number of the newest dictionary with which it reads them.
-    parts: whether it can train a part of a model; None: it does not say.
-    engines: with which it can train, of ``torch`` and ``onnx``, the preferred one first; empty: it has torch alone.
-    board: what it is, for people; empty from agents that do not say. private: whether it follows ``PrivacyRules``.
-    secure: whether it follows ``SecureRules``: it knows them, and has a certificate. key: id of the newest key of the
-    fleet that it has; empty in a fleet that never had another. ca: id of the authority of its certificate, likewise.
-    update: of programs that it fetches itself; None: it cannot. moved: how many samples it had answered when it noticed
-    that they have moved away from what it was personalized on; 0: it has not. demands_secure, demands_noise: what the
-    device demands of rounds (``device_settings.Demands``).
+    whether it reads manifests under zstd. dictionary: number of the newest dictionary with which it reads them. parts:
+    whether it can train a part of a model; None: it does not say. engines: with which it can train, of ``torch`` and
+    ``onnx``, the preferred one first; empty: it has torch alone. board: what it is, for people; empty from agents that
+    do not say. private: whether it follows ``PrivacyRules``. secure: whether it follows ``SecureRules``: it knows them,
+    and has a certificate. key: id of the newest key of the fleet that it has; empty in a fleet that never had another.
+    ca: id of the authority of its certificate, likewise. update: of programs that it fetches itself; None: it cannot.
+    moved: number of samples that it had answered when it noticed drift; 0: it has noticed none. demands_secure,
+    demands_noise: what the device demands of rounds (``device_settings.Demands``).
     """
 
     st: str = field(metadata={"choices": ("on", "off")})

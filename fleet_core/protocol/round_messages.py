@@ -15,7 +15,7 @@ from fleet_core.protocol.secure_messages import SecureRules
 
 MAX_NORM = 1e30
 PLACES = {"max_length": 60_000, "pattern": r"[0-9,-]+"}
-"""Limits on places in a layout as text; enough for every other one of 10,000 arrays."""
+"""Limits on places in a layout as text; enough for every second of 10,000 arrays."""
 WHOLE = "w"
 """Stands for the chunk's number in the topic of a whole update."""
 ID_BYTES, LENGTH_BYTES = 16, 4
@@ -197,8 +197,8 @@ class UploadManifest:
     was counted in this dual epoch; ``NO_UPDATE`` when there was none; None when the device does not say. residual:
     Euclidean norm of what the codec left out; None when the device does not say, or sends nothing. train: the arrays
     that it has, as in the round's manifest. privacy: the ``PrivacyRules`` that the device followed, as text; with
-    ``local`` noise it says neither samples nor loss. secure: the session in which it was masked; then it says
-    neither of them, nor the residual.
+    ``local`` noise, samples and loss are left out. secure: the session in which it was masked; then samples, loss and
+    residual are left out.
     """
 
     blob: Blob

@@ -1,9 +1,10 @@
-"""``history``: a device that keeps pulling against what the fleet has learned is dropped.
+"""``history``: drops a device whose updates keep pointing against the direction in which the fleet has learned.
 
 Each update is compared with the direction of the earlier rounds: the running mean of the rounds' medians. A device's
-score is the running mean of its updates' cosines with that direction. One update says little where devices differ; ten
-that all point the other way do. Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML
-2021, use the past to tell attackers from devices that are merely different; the score is this product's own.
+score is the running mean of its updates' cosines with that direction. Where devices differ, one update says little, but
+ten updates that all point the other way say much. Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust
+Optimization", ICML 2021, use the past to tell attackers from devices that are merely different; the score is this
+product's own.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _outliers(scores: dict[str, float]) -> dict[str, str]:
 
 
 def _cosine(update: Array, direction: Array) -> float | None:
-    """None if one of them is zero."""
+    """The cosine; None if either is zero."""
     lengths = _length(update) * _length(direction)
     return float((update * direction).sum()) / lengths if lengths > 0 else None
 

@@ -1,11 +1,11 @@
-"""The adaptive bound: an update whose norm is far above the usual one is refused.
+"""The adaptive bound: an update whose norm is far above the usual norm is refused.
 
 The usual norm is the median over all received updates of this round and of the last ones, group by group. Refused
 updates count too, so that a fleet whose updates grow is not shut out forever; hostile devices cannot move the median
 unless they are half of the devices over several rounds. The first round is compared with itself alone.
 
-Once a fleet has converged, the usual norm is close to zero, and the update of an honest device that was away, or has
-other samples, is far above it. So an update that changes a group by little of that group's own norm is never refused.
+Once a fleet has converged, the usual norm is close to zero. The update of an honest device that was away, or has other
+samples, is then far above it. So an update that changes a group by little of that group's own norm is never refused.
 """
 
 from __future__ import annotations

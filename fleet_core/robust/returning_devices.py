@@ -1,10 +1,10 @@
 """Devices that come back, or join late, in a fleet whose devices keep a dual or control.
 
-With PFLDyn, PFLScaf, FedDyn and SCAFFOLD updates end near zero, because each device's dual fits the model. The dual of
-a device that was away does not: its update is as long as updates were at the start, and the usual norm of the last
-rounds would refuse it in every round, for ever. So it is compared with the largest usual norm so far, while the duals
-of the fleet follow. A device is away when it has sent nothing for AWAY times as long as the median device of its round;
-with small cohorts everybody pauses, and nobody is away.
+With PFLDyn, PFLScaf, FedDyn and SCAFFOLD updates shrink to nearly zero, because each device's dual fits the model. The
+dual of a device that was away does not fit: its update is as long as updates were at the start, and by the usual norm
+of the last rounds it would be refused in every round, for ever. So such a device is compared with the largest usual
+norm so far, until the duals of the fleet have followed. A device is away when it has sent nothing for AWAY times as
+long as the median device of its round; with small cohorts every device pauses, and none is away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FACT = "returning"
 """The key in a checkpoint's facts."""
 AWAY = 5.0
 FORGOTTEN = 1000
-"""Rounds without an update after which a device counts as one that never sent any, so that what is kept does not grow
+"""Rounds without an update after which a device counts as if it had never sent one, so that the memory does not grow
 with every device that there ever was."""
 ROUNDS = 3
 """For how many rounds a device that is back is compared with the largest usual norm. After one, its next updates would

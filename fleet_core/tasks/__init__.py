@@ -1,4 +1,4 @@
-"""What a model answers, where it is not one of several classes. Numpy only.
+"""Tasks: what a model answers if its answer is not a class. Numpy only.
 
 ``regression``: numbers in the user's unit, how they are scaled for training, and the measures of their errors.
 """

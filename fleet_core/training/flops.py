@@ -14,7 +14,8 @@ from fleet_core.training.round_plans import Plan
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with weights, as the forward pass comes to it. arrays: their names. forward: operations of a sample."""
+    """A layer with weights, in the order of the forward pass. arrays: names of the weights. forward: operations of a
+    sample."""
 
     arrays: frozenset[str]
     forward: int
@@ -37,9 +38,9 @@ def round_flops(
 
 
 def _gradient(layers: Sequence[Layer], moving: Collection[str]) -> int:
-    """Operations of one sample's forward and backward pass where a part moves. The backward pass ends at the first
-    layer that does; in a layer it costs as much as the forward pass for weights that move, and as much for what it
-    hands down, which the first does not."""
+    """Operations of one sample's forward and backward pass if some arrays are frozen. The backward pass ends at the
+    first layer with an array that moves. In a layer it costs as much as the forward pass for the gradient of weights
+    that move, and as much again for the gradient of the layer's input, which that first layer does not compute."""
     moves = [not layer.arrays.isdisjoint(moving) for layer in layers]
     first = moves.index(True) if True in moves else len(layers)
     return sum(layer.forward * (1 + moves[k] + (k > first)) for k, layer in enumerate(layers))

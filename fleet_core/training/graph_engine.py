@@ -33,7 +33,8 @@ PASS = 256
 
 
 NEAR_ZERO = 1e-2
-"""Of the largest golden norm: a gradient that cancels (that of a bias before GroupNorm) consists of rounding alone."""
+"""Share of the largest golden norm below which a gradient counts as zero: one that cancels (that of a bias before
+GroupNorm) consists of rounding alone."""
 
 
 @dataclass(frozen=True)

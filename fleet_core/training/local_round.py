@@ -72,7 +72,7 @@ class Engine(Protocol):
         """Several clients' trees as one whose arrays have a new first axis."""
 
     def holds(self, frozen: Params) -> bool:
-        """Whether the gradients take ``frozen`` arrays from now on without being given them."""
+        """Keeps ``frozen`` arrays for all later gradients if it can; False if each gradient must be given them."""
 
     def first_personal(self, method: Method, layout: Layout, scalars: Mapping[str, float]) -> Params:
         """Initial values, in numpy, of the groups that ``method`` keeps on a device; the same on all devices."""

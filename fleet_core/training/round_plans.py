@@ -1,4 +1,4 @@
-"""What each client of a round draws, and which clients can be stacked because they draw as much."""
+"""The samples that each client of a round draws, and which clients can be stacked because they draw equally many."""
 
 from __future__ import annotations
 

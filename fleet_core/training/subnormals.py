@@ -1,7 +1,7 @@
 """Subnormal numbers as zero in numpy: sets the processor's flag for this thread, as ``torch.set_flush_denormal`` does.
 
-By ``fegetenv`` and ``fesetenv`` of the C library, whose environment holds the flags at a known place: on x86-64 the
-register MXCSR (bits FTZ and DAZ), on ARM64 FPCR (bit FZ). Elsewhere numbers stay as they are.
+It calls ``fegetenv`` and ``fesetenv`` of the C library, whose environment holds the flags at a known place: on x86-64
+the register MXCSR (bits FTZ and DAZ), on ARM64 FPCR (bit FZ). Elsewhere numbers stay as they are.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from cloud_server.laboratory.compare.tables import aligned, share, stat_text
 from fleet_core.base import schema
 
 CODEC, EXACT = "int8", "fp32"
-"""The recommended codec if none was tried (a fleet's default), and the one if every codec that was tried loses too
-much."""
+"""The recommended codec if none was tried (a fleet's default), and the recommended codec if every codec that was tried
+loses too much."""
 RISING, FEW_ROUNDS = 0.01, 20
 OTHERS_TOLD = 3
 LEGEND = """macro-F1: over all devices, old and new; accuracy, worst device: of those that trained

@@ -312,8 +312,8 @@ def fitting_plan(
     round_s: Mapping[str, float], overhead_s: float, left_s: float, cores: int, codecs: int
 ) -> tuple[int, tuple[str, ...], int]:
     """The first of these plans that fits into ``left_s`` seconds, as (rounds, models, how many run with all methods):
-    all models; the first two; the first two, but only the faster one with all methods; the faster one; that with one
-    codec.
+    all models; the first two; the first two, but only the faster one with all methods; the faster one alone; the faster
+    one with one codec.
 
     round_s: model label -> seconds of a round. overhead_s: seconds of a run besides its rounds. codecs: how many are to
     be tried. Raises ConfigError if none fits.

@@ -316,7 +316,7 @@ def _reached(group: Sequence[FinishedRun], target: float, figure: str, base: Map
 
 
 def _gain(base: Bound, own: Bound) -> Bound | None:
-    """base ÷ own, possibly a bound; None if it is unknown or one of them costs nothing."""
+    """base ÷ own, possibly a bound; None if the gain is unknown or either cost is zero."""
     if not base.value or not own.value or (base.sign, own.sign) == (">", ">"):
         return None
     return Bound(base.value / own.value, ">" if base.sign == ">" else "<" if own.sign == ">" else "=")

@@ -46,9 +46,10 @@ class Point:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run. where: its result.json. setting: part -> text; these must be equal to compare methods. choices: its
-    other options. points: in order of rounds. last: the final evaluation. spent: costs of the whole run. seconds:
-    duration of its rounds on the machine that ran it, not on devices. loss: training loss of the last round."""
+    """One run. where: its result.json. setting: part -> text; it must be equal in runs whose methods are compared.
+    choices: its other options. points: in order of rounds. last: the final evaluation. spent: costs of the whole run.
+    seconds: duration of its rounds on the machine that ran it, not on devices. loss: training loss of the last
+    round."""
 
     where: Path
     kind: str

@@ -54,11 +54,10 @@ SEVERAL = ("method", "seeds")
 class DataSection:
     """set: a named set (``metafleet datasets``). path: the user's file or folder, instead of a set. window, stride: in
     a file of readings, the number of readings per window and from one window to the next. size, fit: of images, as in
-    ``resize.size_of``. limit: number of samples,
-    drawn with the partition's seed; 0 for all. options: options of the set ``synthetic``. scale, mean, std: scaling of
-    the model's input, instead of the set's own. standardize: instead of these three, scale each feature to mean 0 and
-    deviation 1 over all samples of all devices, which a fleet cannot do. backbone: a file of 'metafleet backbone make',
-    whose features are the samples of every device."""
+    ``resize.size_of``. limit: number of samples, drawn with the partition's seed; 0 for all. options: options of the
+    set ``synthetic``. scale, mean, std: scaling of the model's input, instead of the set's own. standardize: instead of
+    scale, mean and std, scale each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet
+    cannot do. backbone: a file of 'metafleet backbone make', whose features are the samples of every device."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})

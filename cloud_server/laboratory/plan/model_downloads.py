@@ -1,4 +1,5 @@
-"""Counts the bytes that the devices of a run fetch, given what they hold when a round opens, as in a fleet."""
+"""Counts the bytes that the devices of a run fetch, as in a fleet: they follow from the models that the devices hold
+when a round opens."""
 
 from __future__ import annotations
 

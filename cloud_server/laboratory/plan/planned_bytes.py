@@ -37,8 +37,8 @@ MESSAGES = Bytes(up=1120, down=1430)
 """Wire bytes of an asked device in a round beside models, updates and their chunks' headers: manifest, offer, reports,
 presence, answers. Measured on eight devices with short updates (heart beats in benchmarks/cost/live.json)."""
 MANIFEST = Bytes(up=78, down=613)
-"""The part of it that a device takes which is not asked: the manifest (benchmarks/cost/beside.py) and its
-acknowledgement, each with 22 bytes of TLS and TCP's headers."""
+"""The part of ``MESSAGES`` that also reaches a device that is not asked: the manifest (benchmarks/cost/beside.py) and
+its acknowledgement, each with 22 bytes of TLS and TCP's headers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Sizes:
 
     def _part_models(self) -> Transfers:
         """The training models if some arrays are frozen. Round 1 sends the model whole. Later rounds send a delta, or
-        the values of the moving arrays to a device that was not asked in the round before: on average a share 1 -
+        the values of the moving arrays to a device that was not asked in the previous round: on average a share 1 -
         cohort/devices of those that are asked. A device that never had a model gets it whole."""
         asked, groups, cohort = self._asked, self._method.down, self.cohort
         later, absent = asked.rounds - 1, 1 - cohort / asked.devices
@@ -154,7 +154,7 @@ class Sizes:
     @cached_property
     def _chains(self) -> list[tuple[int, DeltaChain, list[tuple[float, str]]]]:
         """(number of equal rounds, their chain as announced, [(share of the asked devices, the model that they hold)]).
-        A share p = cohort/devices was asked in the round before, (1 - p) p in the one before that, and so on."""
+        A share p = cohort/devices was asked in the previous round, (1 - p) p in the round before that, and so on."""
         asked, p, chunk = self._asked, self.cohort / self._asked.devices, LinkSection().chunk_bytes
         size, whole = self._change(self._method.down), self._size("fp32", self._method.down)
         newest, links, models = self._delta(1, None, self._first()), tuple[Delta, ...](), list[str]()
@@ -196,7 +196,7 @@ class Sizes:
 
     def _served(self, times: int) -> Transfers:
         """Every served model in the form with the fewest bytes, as ``broadcast.served_model`` publishes it. Assumes
-        that each differs from the one before, and that the codec is fine enough."""
+        that each differs from the previous one, and that the codec is fine enough."""
         asked, method, cohort = self._asked, self._method, self.cohort
         everyone = asked.devices + asked.newcomers
         delta, part = self._change(method.shared, self._part), self._size("fp32", method.shared, self._part)

@@ -251,7 +251,7 @@ class Engine:
         )
 
     def _take(self, one: TrainedDevice, taken: _Taken, number: int, *, averaged: bool) -> TrainedDevice:
-        """Keeps the update until the round closes, and returns the rest for the figures."""
+        """Keeps the update until the round closes, and returns the rest of the result for the figures."""
         if one.update is not None and averaged:
             update = Update(one.client, one.update, one.samples)
             if not (length := self._screening.measure(update).whole) <= self._screening.ceiling:

@@ -218,7 +218,7 @@ def _executor(task: RunTask, workload: Workload) -> Executor:
 
 
 def _run_in_turn(tasks: Sequence[RunTask], on_round: OnRound, stopped: Callable[[], bool]) -> dict[str, str]:
-    """Does the runs one after the other; returns run -> reason of its failure. Raises Stopped."""
+    """Does the runs in turn; returns run -> reason of its failure. Raises Stopped."""
     failed = dict[str, str]()
     for task in tasks:
         try:

@@ -40,7 +40,7 @@ LARGEST_BETA = 0.999_999
 MOMENTS = ("server_beta1", "server_beta2", "server_epsilon", "server_start")
 """The settings of Adam and Yogi."""
 STEPS = "server_steps"
-"""Of the server's optimizer: scalars of the state, ``server_steps.group/name`` for each array."""
+"""How many steps the server's optimizer has taken: scalars of the state, ``server_steps.group/name`` for each array."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Averaging(LocalSgd):
     """What the server does with the mean change of its cohort.
 
     weighted: by the devices' numbers of samples. server_optimizer, server_lr: how the mean change moves the model.
-    server_beta1, server_beta2, server_epsilon: of Adam and Yogi (Reddi: 0.9, 0.99, τ = 1e-3).
-    server_start: of their second moment, None for Kingma's correction of the start (Reddi: τ²).
+    server_beta1, server_beta2, server_epsilon: of Adam and Yogi (Reddi: 0.9, 0.99, τ = 1e-3). server_start: initial
+    value of their second moment; None for Kingma's bias correction (Reddi: τ²).
     """
 
     weighted: bool = False
@@ -87,7 +87,7 @@ class AverageServer(ServerRule):
 
 
 def mean(updates: Iterable[Update], hyper: Averaging) -> Params:
-    """Mean of what came up: uniform, or weighted by samples."""
+    """Mean of the received updates: uniform, or weighted by samples."""
     if hyper.weighted:
         total, _ = aggregation.total(updates, lambda update: trees.scale(update.payload.groups, float(update.samples)))
         return trees.scale(total, 1 / max(1, sum(update.samples for update in updates)))
@@ -113,8 +113,8 @@ def moved(
 
 
 def _moments(state: ServerState, change: Params, start: float) -> ClassMoments:
-    """The server's moments of the arrays of ``change``; those of an array that has not moved yet are at their
-    beginning. A checkpoint of an earlier version has one count for all arrays."""
+    """The server's moments of the arrays of ``change``; an array that has not moved yet has initial moments. A
+    checkpoint of an earlier version has one count for all arrays."""
     fresh, first = ClassMoments.begin(change, start), state.memory.get("first_moment", {})
     counts = {
         g: {n: int(state.scalars.get(f"{STEPS}.{g}/{n}", state.scalars.get(STEPS, 0))) for n in named}

@@ -5,8 +5,8 @@ low 24 bits of one 32-bit word of the Mersenne Twister, which numpy has too. Enc
 array begins and checks every bit, so other arrays (trained ones, an embedding table) cannot be encoded. Decoding needs
 no torch.
 
-``drawn-part`` is the same for a part of a model, before which other arrays were drawn. It has a name of its own for
-agents that know ``drawn`` alone.
+``drawn-part`` is the same for a part of a model, before which other arrays were drawn. It has another name because some
+agents know ``drawn`` alone.
 """
 
 from __future__ import annotations

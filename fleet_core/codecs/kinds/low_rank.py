@@ -1,9 +1,9 @@
 """``lowrank``: a matrix as the product of two factors with two columns, in bfloat16; small arrays whole.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, rank 2. A kernel [out, in, …] is the matrix [out, in · …].
-Deviations: two power iterations from a start that the seed draws, in place of one from the factor of the round before,
-so that a device keeps no more than its residual; the second factor is fitted to the rounded first one. Products of
-bfloat16 values are exact in float32, so that every machine decodes the same bits.
+Deviations: two power iterations from a start that the seed draws, in place of one from the factor of the previous
+round, so that a device keeps no more than its residual; the second factor is fitted to the rounded first one. Products
+of bfloat16 values are exact in float32, so that every machine decodes the same bits.
 """
 
 from __future__ import annotations

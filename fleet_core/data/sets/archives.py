@@ -46,7 +46,7 @@ def unlzma(path: Path, to: IO[bytes], limit_bytes: int) -> None:
 
 
 def tar_files(path: Path, wanted: Callable[[str], object], limit_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the regular files of a .tar.gz whose name is wanted, in their order.
+    """(name, content) of each regular file of a .tar.gz whose name is wanted, in the archive's order.
 
     limit_bytes: the largest size of the whole archive, unpacked. Links, devices and folders are ignored. Raises
     DataError.
@@ -71,7 +71,7 @@ def tar_files(path: Path, wanted: Callable[[str], object], limit_bytes: int) -> 
 def zip_files(
     source: Path | bytes, wanted: Callable[[str], object], limit_bytes: int, where: str
 ) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the regular files of a .zip whose name is wanted, in their order.
+    """(name, content) of each regular file of a .zip whose name is wanted, in the archive's order.
 
     limit_bytes: the largest size of the wanted files together, unpacked. Raises DataError.
     """

@@ -62,7 +62,7 @@ def fitted(x: Array, shape: Sequence[int], fit: str, where: str | None = None) -
 
 
 def _inside(height: int, width: int, most_high: int, most_wide: int) -> tuple[int, int]:
-    """The largest (height, width) of the same proportions, rounded, that is inside."""
+    """The largest (height, width) of the same proportions, rounded, that fits inside."""
     if most_high * width <= most_wide * height:
         return most_high, max(1, (2 * width * most_high + height) // (2 * height))
     return max(1, (2 * height * most_wide + width) // (2 * width)), most_wide

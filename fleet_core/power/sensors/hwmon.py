@@ -54,7 +54,7 @@ class Rails:
         return f"{self.chip} {' + '.join(c.label for c in self.counted if c.label != self.chip)}".rstrip()
 
     def read(self) -> Reading:
-        """Reads the counted rails only: each further rail costs as much."""
+        """Reads the counted rails only, because each further rail costs as much time."""
         rails = {channel.label: channel.watts() for channel in self.counted}
         return Reading(sum(rails.values()), rails)
 

@@ -34,7 +34,7 @@ class Sensor(Protocol):
 
     @property
     def misses(self) -> str:
-        """The consumers that it does not measure, or empty."""
+        """The consumers that the sensor does not measure, or empty."""
 
     def read(self) -> Reading:
         """Raises PowerError."""
