@@ -23,6 +23,7 @@ from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import MessageError
 from fleet_core.codecs import vector
+from fleet_core.codecs.kinds import common_scale
 from fleet_core.model.layout import Layout
 from fleet_core.privacy import masks
 from fleet_core.privacy.masks import Array
@@ -59,7 +60,8 @@ class SecureRounds:
         attest: Callable[[str, Down], None], *, expected: Callable[[str], bool], clock: Callable[[], float],
         now: Callable[[], float],
     ):
-        self._section, self._name, self._groups = fleet.config.privacy, fleet.config.fleet.name, fleet.method.shared
+        self._section, self._name, self._method = fleet.config.privacy, fleet.config.fleet.name, fleet.method
+        self._most_samples = fleet.config.privacy.most_samples if fleet.method.server.weighted(fleet.hyper) else 0
         self._deadline_s, self._folder = fleet.config.fleet.deadline_s, fleet.folder
         self._layout, self._ledger, self._spool, self._rounds = layout, ledger, spool, rounds
         self._attest, self._expected, self._clock, self._now = attest, expected, clock, now
@@ -78,7 +80,7 @@ class SecureRounds:
         self._asked.clear()
         return Collector(Session(self._name, number, SecureRules(
             secrets.token_hex(16), section.threshold, section.least, section.neighbours_of(devices), section.exponent,
-            masks.bits_for(devices), texts[0], "".join(texts[1:]),
+            masks.bits_for(devices), texts[0], "".join(texts[1:]), self._most_samples,
         )), tuple(trusted))
 
     def interrupted(self, number: int) -> bool:
@@ -177,12 +179,13 @@ class SecureRounds:
 
     def max_bytes(self) -> int:
         """The largest size of a masked update."""
-        return 4 * self._layout.parameters(self._groups)
+        return 4 * (self._layout.parameters(self._method.shared) + self._digits)
 
     # The sum ----------------------------------------------------------------------------------------------------------
 
     def updates(self, opened: OpenRound) -> list[Update]:
-        """One update for each device, in closing order: the first is the sum of all, the others are zero; float64.
+        """One update for each device, in closing order: the first is the sum of all, or their mean if they are weighted
+        by samples, the others are zero; float64. All have the mean of the scalars.
         Raises MessageError if there is no sum, StateError for a masked update that cannot be read."""
         collector = opened.secure
         assert collector is not None
@@ -190,11 +193,20 @@ class SecureRounds:
         lacking = [name for name in names if name not in opened.received]
         if lacking:
             raise MessageError(f"the masked update of {lacking[0]} was dropped while the sum was unmasked")
-        total = collector.total(self._masked(opened, names)) * 2.0**collector.session.rules.exponent
+        total, rules = collector.total(self._masked(opened, names)), collector.session.rules
+        values = total[: total.size - self._digits] * 2.0**rules.exponent
+        means = common_scale.means(total[values.size:], len(names))
+        samples = 0
+        if rules.most_samples:
+            weights = means.pop() * len(names) / common_scale.FULL
+            if weights <= 0:
+                raise MessageError("weights that add up to nothing: a device did not follow the protocol")
+            values, samples = values / weights, 1
         part = self._layout.part(opened.arrays.moving)
-        whole = part.ordered(storage.unflatten(vector.divided(total, part.shapes(self._groups))))
-        nothing = trees.zeros_like(whole)
-        return [Update(name, Payload(whole if k == 0 else nothing)) for k, name in enumerate(names)]
+        whole = part.ordered(storage.unflatten(vector.divided(values, part.shapes(self._method.shared))))
+        first, scalars = trees.zeros_like(whole), dict(zip(self._method.up_scalars, means, strict=True))
+        return [Update(name, Payload(first if k else whole, scalars), 0 if k else samples)
+                for k, name in enumerate(names)]
 
     def _masked(self, opened: OpenRound, names: Collection[str]) -> Iterator[Array]:
         assert opened.secure is not None
@@ -203,4 +215,9 @@ class SecureRounds:
             yield np.frombuffer(self._spool.data(opened.number, name, opened.received[name]), kind)
 
     def _values(self, opened: OpenRound) -> int:
-        return self._layout.part(opened.arrays.moving).parameters(self._groups)
+        return self._layout.part(opened.arrays.moving).parameters(self._method.shared) + self._digits
+
+    @property
+    def _digits(self) -> int:
+        """Values that stand for the numbers beside the arrays."""
+        return common_scale.DIGITS * (len(self._method.up_scalars) + bool(self._most_samples))

@@ -230,7 +230,7 @@ class UpdateReceiver:
             "arrays": (manifest.train or "all", self._layout.places(opened.arrays.moving) or "all"),
             "codec": (manifest.codec, manifest.codec if manifest.codec in accepted or noted else " or ".join(accepted)),
             "privacy": (manifest.privacy or "none", self._privacy or "none"),
-            "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars)),
+            "scalars": (sorted(manifest.scalars), sorted(self._method.up_scalars) if opened.secure is None else []),
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
         wrong += filter(None, [self._secure.refusal(opened, device, manifest.secure)])

@@ -39,31 +39,38 @@ def keep(
     method, privacy, secure = method_of(manifest), manifest.up.privacy, manifest.up.secure
     hidden = secure is not None or (privacy is not None and privacy.mode == LOCAL)
     name = next((c for c in manifest.up.codecs if c in CODECS), "fp32")
+    weight = 1.0
     if secure is not None:
         name = common_scale.name_of(secure.exponent)
+        weight = secure.weight(samples)
     made = encode_update(
         name, update, pending, before, method=method, hyper=hyper_of(method, manifest.method.hyper),
         layout=wire(layout, method), round_number=manifest.scalars["round"], seed=seed,
         moving=layout.moving(manifest.train),
         least_norm=manifest.up.least_norm, private=None if privacy is None else _private(privacy),
+        weight=weight,
     )
+    data = made.data
+    if secure is not None:
+        weights = [weight * common_scale.FULL] if secure.most_samples else []
+        data = common_scale.with_numbers(data, [*(update.scalars[one] for one in method.up_scalars), *weights])
     key = state_key(manifest)
     upload = UploadManifest(
-        blob=Blob.of(made.data, manifest.up.chunk),
+        blob=Blob.of(data, manifest.up.chunk),
         codec=made.codec,
         base=manifest.model.model,
         method=method.name,
         layout=layout.hash,
         dual_epoch=manifest.dual_epoch,
         samples=0 if hidden else samples,
-        scalars=dict(update.scalars),
+        scalars={} if secure is not None else dict(update.scalars),
         metrics={name: value for name, value in metrics.items() if not (hidden and name == LOSS)},
         after=home.learned(key) or NO_UPDATE,
         residual=None if made.left is None or secure is not None else min(made.left, MAX_NORM),
         train=manifest.train,
         privacy="" if privacy is None else str(privacy),
     )
-    home.leave_made(key, boot, manifest.round, upload, made.data, made.state)
+    home.leave_made(key, boot, manifest.round, upload, data, made.state)
 
 
 def _private(rules: PrivacyRules) -> Private:

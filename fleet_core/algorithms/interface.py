@@ -146,8 +146,8 @@ class ClientRule:
 class ServerRule:
     """The aggregator half. Subclasses override what they need. serves: what the served model is, for planned costs:
     the training ``model``, the ``mean`` of members' models (the training model while every member takes part), or
-    ``another``. sums: ``apply`` needs only the sum or mean of the updates, which a robust one may replace
-    (``fleet_core.robust``)."""
+    ``another``. sums: ``apply`` needs only the sum or mean of the updates and of their scalars, which a robust one may
+    replace (``fleet_core.robust``)."""
 
     serves: ClassVar[str] = "model"
     sums: ClassVar[bool] = False
@@ -175,6 +175,10 @@ class ServerRule:
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: Any) -> ServerState:
         """Close a round. ``updates`` can be iterated again and comes in closing order; ``members`` is m."""
         raise NotImplementedError
+
+    def weighted(self, hyper: Any) -> bool:
+        """Whether ``apply`` weights an update by its device's samples."""
+        return bool(getattr(hyper, "weighted", False))
 
     def joined(self, state: ServerState, members: int) -> ServerState:
         """A device enrolled; ``members`` counts it."""

@@ -10,6 +10,7 @@ from fleet_core.algorithms.interface import ClientState, Method, Payload
 from fleet_core.base import trees
 from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.codecs.interface import Seed
+from fleet_core.codecs.kinds.common_scale import exponent_of, sent_as
 from fleet_core.model import payloads
 from fleet_core.model.layout import Layout
 from fleet_core.model.skipped_updates import is_note
@@ -43,7 +44,7 @@ def method_state(state: ClientState) -> ClientState:
 def encode_update(
     codec: str, update: Payload, pending: ClientState, before: ClientState, *, method: Method, hyper: Any,
     layout: Layout, round_number: float, seed: Seed, least_norm: float = 0.0, moving: Moving = EVERYTHING,
-    private: Private | None = None,
+    private: Private | None = None, weight: float = 1.0,
 ) -> EncodedUpdate:
     """Encodes ``update``, and computes the device's state that follows from what the codec lost.
 
@@ -52,12 +53,15 @@ def encode_update(
     moving: the arrays that the update has; the residual of the others stays. With error feedback the loss is the next
     residual; without, the method corrects its state for it (``ClientRule.after_loss``). Clipping and noise
     (``private``) come before the codec, so codec and residual see the noised update alone; the method corrects its
-    state for them likewise. Raises CodecError for values that are not finite.
+    state for them likewise. weight: by which the update is scaled on its way. Raises CodecError for values that are
+    not finite.
     """
     part, owed = layout.part(moving), before.get(RESIDUAL)
     own = part.ordered(update.groups)
     due = None if owed is None else trees.merged(trees.zeros_like(own), moving.of(owed))
     given = own if private is None else private.of(own)
+    if weight != 1.0:
+        given = trees.scale(given, weight)
     sent = payloads.send(codec, given, due, part, method.shared, seed, least_norm)
     state = dict(pending)
     errors = [] if private is None else [trees.subtract(own, given)]
@@ -66,4 +70,7 @@ def encode_update(
         state = dict(freezing.completed(moved, state, moving))
     if sent.residual is not None or moving.rest(owed or {}):
         state[RESIDUAL] = trees.merged(moving.rest(owed or {}), sent.residual or {})
-    return EncodedUpdate(sent.data, Payload(part.ordered(sent.decoded), update.scalars), state, sent.left, sent.codec)
+    decoded = sent.decoded if weight == 1.0 else trees.scale(sent.decoded, 1 / weight)
+    common = exponent_of(codec) is not None
+    scalars = {name: sent_as(value) for name, value in update.scalars.items()} if common else update.scalars
+    return EncodedUpdate(sent.data, Payload(part.ordered(decoded), scalars), state, sent.left, sent.codec)

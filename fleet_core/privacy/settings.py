@@ -10,7 +10,7 @@ from typing import Any
 from fleet_core.algorithms.interface import Method
 from fleet_core.base.schema import Problem
 from fleet_core.codecs.kinds.common_scale import LARGEST
-from fleet_core.protocol.secure_messages import LEAST, MOST_NEIGHBOURS
+from fleet_core.protocol.secure_messages import LEAST, MOST_NEIGHBOURS, MOST_SAMPLES
 from fleet_core.robust import settings as robust
 
 NONE, LOCAL, CENTRAL = "none", "local", "central"
@@ -46,6 +46,9 @@ class PrivacySection:
     range: float = field(default=0.05, metadata={"above": 0, "max": 1e6, "about":
         "With secure_aggregation: a value of an update is cut off at this; what is cut off is sent in later rounds."})
 
+    most_samples: int = field(default=1000, metadata={"min": 1, "max": MOST_SAMPLES, "about":
+        "With secure_aggregation and weights by samples: a device with more of them counts as one with this many."})
+
     @property
     def on(self) -> bool:
         return self.mode != NONE
@@ -78,9 +81,9 @@ def check(
     elif not method.server.sums or not method.cumulative or method.up_scalars:
         yield Problem(key, f"noise is for a sum of updates of bounded norm, and {name} does not sum or average updates "
                            f"over devices: expected '{NONE}' with this method")
-    if getattr(hyper, "weighted", False):
+    if method.server.weighted(hyper):
         yield Problem(key, f"'{mode}' bounds each device alike, but weighted = true counts a device by its samples: "
-                           "expected hyper.weighted = false")
+                           "expected hyper.weighted = false, and no form that weights")
     if auto:
         yield Problem(key, f"'{mode}' excludes the codec auto, which chooses by the devices' losses and residuals and "
                            "shows its choice in every manifest: expected a codec by name")
@@ -109,12 +112,12 @@ def check_secure(
     key, name = "privacy.secure_aggregation", method.name
     if not method.shared:
         yield Problem(key, f"{name} sends nothing: expected false with this method")
-    elif not method.server.sums or not method.cumulative or method.up_scalars:
+    elif not method.cumulative:
+        yield Problem(key, f"{name} sends sums over samples: one byte does not hold them, and a class that a single "
+                           "device has would show that device's samples in the sum: expected false with this method")
+    elif not method.server.sums:
         yield Problem(key, f"the aggregator gets only a sum, and {name} needs each device's update: expected false, or "
                            "a method that sums or averages updates")
-    if getattr(hyper, "weighted", False):
-        yield Problem(key, "weighted = true weights an update by its device's samples, which the sum does not show: "
-                           "expected hyper.weighted = false")
     if up != "int8":
         yield Problem(key, f"the sum needs whole numbers of one scale, as in int8, not the codec {up}: expected 'int8' "
                            "for updates")

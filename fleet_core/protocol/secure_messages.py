@@ -19,6 +19,7 @@ NAME = {"pattern": r"[A-Za-z0-9_-]{1,64}"}
 LEAST = 3
 """The fewest devices of a sum: a sum of two tells each of them the other's update."""
 MOST_NEIGHBOURS = 128
+MOST_SAMPLES = 1_000_000
 KEYS, SHARES, REVEALED = "k", "s", "u"
 
 
@@ -30,6 +31,7 @@ class SecureRules:
     its secrets; above one half. least: the fewest devices of a sum. neighbours: devices with which each has a mask; 0
     for all others. exponent: values are whole multiples of 2^exponent. bits: of a masked value. authority: certificate
     of the fleet's authority, DER in base64. next_authority: of its successor, while devices change over to it.
+    most_samples: an update is scaled by its device's share of this many samples; 0 if devices count alike.
     """
 
     session: str = field(metadata=SESSION)
@@ -40,6 +42,11 @@ class SecureRules:
     bits: int = field(metadata={"choices": (16, 32)})
     authority: str = field(metadata={"max_length": 8192})
     next_authority: str = field(default="", metadata={"max_length": 8192})
+    most_samples: int = field(default=0, metadata={**whole(MOST_SAMPLES), "sparse": True})
+
+    def weight(self, samples: int) -> float:
+        """The share by which a device's update is scaled; 1 for all if devices count alike."""
+        return min(1.0, samples / self.most_samples) if self.most_samples else 1.0
 
 
 @dataclass(frozen=True)

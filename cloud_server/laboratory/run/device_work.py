@@ -216,10 +216,12 @@ class Worker:
         if plain and not made.skipped:
             size = 4 * self._wire.part(task.moving).parameters(self._method.shared)
         if self._experiment.privacy.secure_aggregation:
-            bits = masks.bits_for(len(task.clients))
-            size = bits // 8 * self._wire.part(task.moving).parameters(self._method.shared)
+            values = self._wire.part(task.moving).parameters(self._method.shared)
+            values += common_scale.DIGITS * (len(self._method.up_scalars) + (self._most_samples > 0))
+            size = masks.bits_for(len(task.clients)) // 8 * values
+        samples = min(result.samples, self._most_samples) if self._most_samples else result.samples
         return TrainedDevice(
-            client, made.update, result.samples, result.loss, result.flops, size, None if plain else made.left,
+            client, made.update, samples, result.loss, result.flops, size, None if plain else made.left,
             stateful, skipped=made.skipped,
         )
 
@@ -232,11 +234,20 @@ class Worker:
         if task.codec == PLAIN and not self._experiment.skip_below and not section.on:
             update = Payload(self._wire.ordered(result.update.groups), result.update.scalars)
             return EncodedUpdate(b"", update, result.pending, None, PLAIN)
+        weight = min(1.0, result.samples / self._most_samples) if self._most_samples else 1.0
         return encode_update(
             codec, result.update, result.pending, before, method=self._method,
             hyper=self._hyper, layout=self._wire, round_number=task.round, seed=self._seed(task, client),
             least_norm=task.least_norm, moving=task.moving, private=self._private(task, client) if section.on else None,
+            weight=weight,
         )
+
+    @property
+    def _most_samples(self) -> int:
+        """The samples with which a device counts fully in a masked sum; 0 if its update is not scaled."""
+        section = self._experiment.privacy
+        weighted = section.secure_aggregation and self._method.server.weighted(self._hyper)
+        return section.most_samples if weighted else 0
 
     def _private(self, task: TrainingTask, client: str) -> Private:
         section = self._experiment.privacy

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fleet_core.algorithms.interface import (
     ClientRule,
@@ -94,6 +95,9 @@ class GradientServer(ServerRule):
 
     def sends_changes(self, hyper: FedMeta) -> bool:
         return hyper.form == "appendix"
+
+    def weighted(self, hyper: Any) -> bool:
+        return super().weighted(hyper) or getattr(hyper, "form", "") == "appendix"
 
     def apply(self, state: ServerState, updates: Iterable[Update], members: int, hyper: FedMeta) -> ServerState:
         if hyper.form == "appendix":

@@ -3,21 +3,29 @@
 Not for a user to choose: ``[privacy] range`` decides the scale of a fleet with secure aggregation. What is cut off or
 rounded away is the next residual, as with int8. Multiples of a power of two are exact in float32, and so are their sums
 in float64: a simulation computes what a fleet does.
+
+Numbers beside the arrays (a method's scalars, a device's weight) follow the values as digits of base 128, which are
+summed digit by digit: whole multiples of 2^-20 within ±2^14.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
 from fleet_core.codecs import vector
-from fleet_core.codecs.frame import FramedCodec, Reader, unpack
+from fleet_core.codecs.frame import FramedCodec, Reader, pack, unpack
 from fleet_core.codecs.interface import Array, Arrays, Seed, Shapes
 
 LARGEST = 127
 MOST_VALUES = 1 << 32
+DIGITS, BASE, FINE, MOST_NUMBER = 5, 128, 1 << 20, 1 << 14
+"""Of a number beside the arrays: digits, their base, units in 1, and the largest size."""
+FULL = 8192.0
+"""The number that stands for a weight of 1."""
 NAME = re.compile(r"common:(-?[0-9]{1,2})")
 
 
@@ -52,6 +60,29 @@ def exponent_of(name: str) -> int | None:
     """The exponent E in a codec's name; None for another codec."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def sent_as(number: float) -> float:
+    """What a number beside the arrays becomes when it is sent."""
+    return _whole(number) / FINE - MOST_NUMBER
+
+
+def with_numbers(data: bytes, numbers: Sequence[float]) -> bytes:
+    """A payload followed by ``numbers``, for ``values_of``."""
+    digits = bytes(_whole(number) // BASE**place % BASE for number in numbers for place in range(DIGITS))
+    return pack(unpack(data, MOST_VALUES) + digits) if digits else data
+
+
+def means(digits: Array, devices: int) -> list[float]:
+    """The means over ``devices`` of the numbers whose digits have these sums, int64."""
+    numbers = digits.reshape(-1, DIGITS)
+    sums = (sum(int(digit) * BASE**place for place, digit in enumerate(number)) for number in numbers)
+    return [one / devices / FINE - MOST_NUMBER for one in sums]
+
+
+def _whole(number: float) -> int:
+    largest: int = BASE**DIGITS - 1
+    return min(max(round((number + MOST_NUMBER) * FINE), 0), largest)
 
 
 def values_of(data: bytes) -> Array:

@@ -15,13 +15,18 @@ import pytest
 from cloud_server.commands import server as commands
 from cloud_server.ledger.ledger_tables import Round, Update
 from cloud_server.rounds.secure_round import SecureRounds
+from cloud_server.rounds.server_rule import RuleState
+from edge_agent.compute import update
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds.secure_update import SecureUpdates
+from fleet_core.algorithms.interface import Update as AlgorithmUpdate
+from fleet_core.algorithms.methods.registry import PRODUCT
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import Tls
 from fleet_core.codecs.kinds import common_scale
 from fleet_core.link.mqtt import MqttLink
+from fleet_core.model.encoded_update import encode_update
 from fleet_core.privacy.secure_participant import Participant
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Down
@@ -115,6 +120,64 @@ def test_three_rounds_count_the_sum_of_all_and_duals_follow_it(
         check_duals(w, feedback=True)
     assert w.pump(lambda: w.server.served_round == ROUNDS)
     w.close()
+
+
+REFUSED = ("fedproto", "local", "pfedhn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "hyper"), [
+    *((name, "head_steps = 1" if name == "fedrep" else "") for name in PRODUCT if name not in REFUSED),
+    ("fedavg", "weighted = true"), ("metavers", "weighted = true"), ("fedmeta-maml", 'form = "appendix"'),
+])
+def test_a_masked_round_leaves_what_the_same_updates_in_the_open_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, hyper: str
+) -> None:
+    """Each round closes twice: with the sum, and with every device's own update as it was before it was masked. A
+    device counts fully from 40 samples on, which two of them do not have."""
+    own: dict[tuple[int, str], AlgorithmUpdate] = {}
+    encode, closing = encode_update, RuleState.closing
+    keep, compared = update.keep, list[int]()
+
+    def kept(home: Any, boot: str, manifest: Any, *arguments: Any, samples: int, **options: Any) -> None:
+        def encoded(*given: Any, **named: Any) -> Any:
+            made = encode(*given, **named)
+            count = min(samples, manifest.up.secure.most_samples)
+            own[manifest.round, home.folder.name] = AlgorithmUpdate(home.folder.name, made.update, count)
+            return made
+
+        monkeypatch.setattr(update, "encode_update", encoded)
+        keep(home, boot, manifest, *arguments, samples=samples, **options)
+
+    def closed(self: RuleState, opened: Any, updates: Any, members: int) -> Any:
+        found = closing(self, opened, updates, members)
+        plain = [own[opened.number, one.device] for one in updates]
+        wanted = closing(self, opened, plain, members)[0].state
+        state = found[0].state
+        assert len(plain) == DEVICES
+        for got, expected in zip(all_arrays(state), all_arrays(wanted), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        assert state.scalars == pytest.approx(wanted.scalars, rel=1e-5, abs=1e-6)
+        assert trees.norm(trees.subtract(state.model, opened.published)) > 0
+        compared.append(opened.number)
+        return found
+
+    monkeypatch.setattr(update, "keep", kept)
+    monkeypatch.setattr(RuleState, "closing", closed)
+    privacy = "secure_aggregation = true\nrange = 0.01\nmost_samples = 40"
+    w = world(tmp_path, text(method, rounds=2, hyper=hyper, privacy=privacy))
+    w.start_server()
+    for n, count in enumerate((25, 50, 113, 90)):
+        w.start_agent(f"d{n}", toy(n, count))
+    ended(w, 2)
+    assert compared == [1, 2]
+    assert {row.samples for row in w.server.ledger.rows(Update)} == {None}
+    w.close()
+
+
+def all_arrays(state: Any) -> list[Any]:
+    several = (state.model, state.served, *(state.memory[role] for role in sorted(state.memory)))
+    return [array for params in several for array in storage.flatten(params).values()]
 
 
 @pytest.mark.slow
@@ -359,9 +422,11 @@ def test_local_noise_goes_together_with_it(tmp_path: Path) -> None:
     [
         ("fedavg", {"more": '[robust]\nrule = "median"'}, "robust rule 'median' looks at single updates"),
         ("fedavg", {"more": '[robust]\nrule = "clip"'}, "robust rule 'clip' looks at single updates"),
-        ("fedproto", {}, "needs each device's update"),
+        ("fedproto", {}, "a class that a single device has would show that device's samples"),
+        ("pfedhn", {}, "needs each device's update"),
         ("local", {}, "sends nothing"),
-        ("fedavg", {"hyper": "weighted = true"}, "hyper.weighted = false"),
+        ("fedavg", {"hyper": "weighted = true", "privacy": f'{ON}\nmode = "local"'}, "hyper.weighted = false"),
+        ("fedmeta-maml", {"hyper": 'form = "appendix"', "privacy": f'{ON}\nmode = "local"'}, "no form that weights"),
         ("fedavg", {"link": 'up = "auto"'}, "not the codec auto"),
         ("fedavg", {"link": 'up = "topk-10"'}, "not the codec topk-10"),
         ("fedavg", {"link": "skip_below = 0.2"}, "skip_below = 0"),
