@@ -22,10 +22,10 @@ RETRY_S = 5.0
 
 
 class Aggregator:
-    """Runs one coordinator after the other. The constructor starts the first one, and raises its errors.
+    """Runs one coordinator after the other. The constructor starts the first coordinator, and raises its errors.
 
-    new_coordinator(): makes the next one, its link not yet open. state: the folder of the checkpoints. ``coordinator``:
-    the present one; while none runs, the last one. ``held_up``: why none runs now, or empty.
+    new_coordinator(): makes the next coordinator, its link not yet open. state: the folder of the checkpoints.
+    ``coordinator``: the present coordinator; while none runs, the last one. ``held_up``: why none runs now, or empty.
     """
 
     def __init__(

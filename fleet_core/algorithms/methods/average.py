@@ -47,9 +47,9 @@ STEPS = "server_steps"
 class Averaging(LocalSgd):
     """What the server does with the mean change of its cohort.
 
-    weighted: by the devices' numbers of samples. server_optimizer, server_lr: how the mean change moves the model.
-    server_beta1, server_beta2, server_epsilon: of Adam and Yogi (Reddi: 0.9, 0.99, τ = 1e-3). server_start: initial
-    value of their second moment; None for Kingma's bias correction (Reddi: τ²).
+    weighted: weight the mean by the devices' numbers of samples. server_optimizer, server_lr: how the mean change moves
+    the model. server_beta1, server_beta2, server_epsilon: constants of Adam and Yogi (Reddi: 0.9, 0.99, τ = 1e-3).
+    server_start: initial value of their second moment; None for Kingma's bias correction (Reddi: τ²).
     """
 
     weighted: bool = False

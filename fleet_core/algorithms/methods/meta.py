@@ -50,7 +50,7 @@ STEPPING = ("client_lr", "lr_decay", "local_optimizer", "weight_decay", "clip_no
 @dataclass(frozen=True, kw_only=True)
 class FedMeta(Averaging):
     """form: ``algorithm-1`` (server_lr is β) or ``appendix`` (client_lr is β). local_steps: gradients per device and
-    round; Algorithm 1 takes one. server_lr: of Adam (Chen: 1e-4 on FEMNIST, 0.01 on Shakespeare)."""
+    round; Algorithm 1 takes one. server_lr: Adam's learning rate (Chen: 1e-4 on FEMNIST, 0.01 on Shakespeare)."""
 
     form: str = one_of("algorithm-1", FORMS)
     local_steps: int = count(1)

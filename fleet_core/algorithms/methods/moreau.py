@@ -36,9 +36,9 @@ ANSWERS = ("new", "last")
 
 @dataclass(frozen=True, kw_only=True)
 class Moreau(Averaging):
-    """envelope: λ. personal_lr, personal_steps: of the search for θ (the paper's K). client_lr: η. local_steps: R.
-    answer: ``new`` answers with a θ found from the served model; ``last``, as the paper evaluates, with the θ of the
-    device's last round, if there is one."""
+    """envelope: λ. personal_lr, personal_steps: learning rate and number of steps of the search for θ (the paper's K).
+    client_lr: η. local_steps: R. answer: ``new`` answers with a θ found from the served model; ``last``, as the paper
+    evaluates, with the θ of the device's last round, if there is one."""
 
     envelope: float = positive(15.0)
     personal_lr: float = positive(0.1)

@@ -44,9 +44,9 @@ NETWORK, EMBEDDINGS, FINGERPRINT = "hypernetwork", "embeddings", "fingerprint"
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper(Averaging):
-    """embedding: width of v. hyper_width, hyper_layers: of h's hidden layers. h has ``hyper_width`` times as many
-    values as the model, and every checkpoint stores them all. embedding_lr: learning rate of v. server_lr: that of
-    φ."""
+    """embedding: width of v. hyper_width, hyper_layers: width and number of h's hidden layers. h has ``hyper_width``
+    times as many values as the model, and every checkpoint stores them all. embedding_lr: learning rate of v.
+    server_lr: learning rate of φ."""
 
     embedding: int = count(16, most=1000)
     hyper_width: int = count(32, most=1000)

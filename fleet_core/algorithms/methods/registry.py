@@ -178,13 +178,14 @@ class MetaVers(Margins, Proto):
     """The defaults are those of the authors' program. The paper prints another ``distance`` and ``negative``, and a
     ``triplet_sum`` and ``margin_divisor`` with which the loss grows without limit (``benchmarks/papers/lim``).
 
-    shots, query_shots: samples of each class in an episode; 0: support_batch and query_batch at random. distance:
-    everywhere but in the margin; ``norm`` as printed. margin_distance: between centroids. triplet_sum: L_T is the sum
-    over all triplets instead of their mean. margin_divisor: of eq. 3; ``printed`` is (N − 1)², ``pairs`` is N(N − 1).
-    negative: what eq. 4 compares with; ``positive`` is d(x_p, x_n) as printed, ``centroid`` is d(a, x_n) as in the
-    program. loss_share: 1 is the cross-entropy alone. Optimizer and rates are in the paper's supplement; in the program
-    the server steps with Adam at 1e-3 along the sum of one gradient of each device. Here it steps along their mean
-    times client_lr, which is the same to Adam but for server_epsilon, a larger one for a smaller direction."""
+    shots, query_shots: samples of each class in an episode; 0: support_batch and query_batch at random. distance: the
+    distance everywhere but in the margin; ``norm`` as printed. margin_distance: the distance between centroids.
+    triplet_sum: L_T is the sum over all triplets instead of their mean. margin_divisor: the divisor of eq. 3;
+    ``printed`` is (N − 1)², ``pairs`` is N(N − 1). negative: what eq. 4 compares with; ``positive`` is d(x_p, x_n) as
+    printed, ``centroid`` is d(a, x_n) as in the program. loss_share: 1 is the cross-entropy alone. Optimizer and rates
+    are in the paper's supplement; in the program the server steps with Adam at 1e-3 along the sum of one gradient of
+    each device. Here it steps along their mean times client_lr, which is the same to Adam but for server_epsilon, a
+    larger one for a smaller direction."""
 
     distance: str = one_of("squared", DISTANCES)
     margin_distance: str = one_of("norm", DISTANCES)
