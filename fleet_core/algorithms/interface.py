@@ -145,8 +145,8 @@ class ClientRule:
 
 
 class ServerRule:
-    """The aggregator half. Subclasses override what they need. serves: which model is served, for planned costs: the
-    training ``model``, the ``mean`` of members' models (the training model while every member takes part), or
+    """The aggregator half. Subclasses override what they need. serves: what the served model is, for planned costs:
+    the training ``model``, the ``mean`` of members' models (the training model while every member takes part), or
     ``another``. sums: ``apply`` needs only the sum or mean of the updates, which a robust one may replace
     (``fleet_core.robust``)."""
 
