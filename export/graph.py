@@ -1,8 +1,8 @@
 """Exports a layout's model as a graph bundle: ONNX files (opset 18, IR 10) whose parameters are external initializers.
 
 The parameter ``weight`` of group ``body`` is the initializer ``body/weight``, the key that it has in safetensors.
-torch's exporter runs without its optimizer and on weights that all differ: it would merge parameters of equal values
-(GroupNorm's ones and zeros), and new weights would then reach only a part of the graph.
+torch's exporter runs without its optimizer and on weights that all differ. Otherwise it would merge parameters of equal
+values (GroupNorm's ones and zeros), and new weights would then reach only a part of the graph.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class LinkSection:
     """broker: as ``parse_url`` takes it; None for a private broker. enrolment: mqtts://host:port of the enrolment port;
     None for the port after the broker's. ca: PEM file, beside fleet.toml, of the authority that signs the broker's
     certificate; None for the fleet's own, ``system`` for those that the system trusts. plain: allow mqtt:// and ws://
-    beyond this machine. chunk_bytes: maximum payload of one publish. max_update_norm: above it an update is refused;
-    None for the adaptive bound (``fleet_core.robust.norm_bound``)."""
+    beyond this machine. chunk_bytes: maximum payload of one publish. max_update_norm: norm above which an update is
+    refused; None for the adaptive bound (``fleet_core.robust.norm_bound``)."""
 
     broker: str | None = None
     enrolment: str | None = None
@@ -93,9 +93,9 @@ class LinkSection:
 
 @dataclass(frozen=True)
 class Amounts:
-    """Limits; None for no limit. bytes: up and down together, from the largest counter that is reported (wire, MQTT or
-    payload). joules: energy of the work, without idle time. money: in the currency of tariff.toml, without monthly fee
-    and included volume."""
+    """Limits; None for no limit. bytes: bytes up and down together, from the largest counter that is reported (wire,
+    MQTT or payload). joules: energy of the work, without idle time. money: in the currency of tariff.toml, without
+    monthly fee and included volume."""
 
     bytes: float | None = field(default=None, metadata=ABOVE_0)
     joules: float | None = field(default=None, metadata=ABOVE_0)
@@ -104,10 +104,10 @@ class Amounts:
 
 @dataclass(frozen=True)
 class BudgetSection(Amounts):
-    """The fleet's limits: no further round opens once one is reached. target_accuracy: the run ends at this mean
-    accuracy of the devices that train. patience: the run ends after so many evaluations in a row without a gain of more
-    than ``min_gain`` over the best. device_day: limits of one device per day (UTC); a device that reaches one is not
-    asked again until the next day."""
+    """The fleet's limits: once a limit is reached, no further round opens. target_accuracy: the run ends at this mean
+    accuracy of the devices that train. patience: the run ends after this many evaluations in a row without a gain of
+    more than ``min_gain`` over the best. device_day: limits of one device per day (UTC); a device that reaches a limit
+    is not asked again until the next day."""
 
     target_accuracy: float | None = field(default=None, metadata={"above": 0, "max": 1})
     patience: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
@@ -117,12 +117,12 @@ class BudgetSection(Amounts):
 
 @dataclass(frozen=True)
 class AlertsSection:
-    """Where alerts are sent, and when one is raised (``integrations.alerts``).
+    """Where alerts are sent, and when an alert is raised (``integrations.alerts``).
 
     command: a program and its arguments. webhook: URL. mqtt: also publish to the fleet's broker, under ``alert/``.
-    lost_after_s: a device that took part has been off for so long. disk_mib: less room than this is left.
-    certificate_days: a certificate expires within so many days. accuracy_drop: accuracy is so far below the best
-    earlier round. pause_s: least time between two messages of a kind. repeat_s: time after which an alert is sent
+    lost_after_s: a device that took part has been off for longer than this. disk_mib: less room than this is left.
+    certificate_days: a certificate expires within this number of days. accuracy_drop: accuracy is this far below the
+    best earlier round. pause_s: least time between two messages of a kind. repeat_s: time after which an alert is sent
     again."""
 
     command: tuple[str, ...] = field(default=(), metadata={"max_length": 4096})

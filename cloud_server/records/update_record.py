@@ -37,10 +37,10 @@ class OneDevice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the operator asked for. system: that the program is for, as ``aarch64 3.13``. devices: in the order of the
-    waves. sizes: of the waves, the last one repeated; empty for one wave. most_failures: the largest number of failures
-    with which a further wave begins. within_s: how long a wave may take. url: an https address of the program, or
-    empty."""
+    """What the operator asked for. system: the system that the program is for, as ``aarch64 3.13``. devices: in the
+    order of the waves. sizes: number of devices in each wave, the last number repeated; empty for one wave.
+    most_failures: the largest number of failures with which a further wave begins. within_s: how long a wave may take.
+    url: an https address of the program, or empty."""
 
     serial: int
     version: str

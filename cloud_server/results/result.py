@@ -60,12 +60,13 @@ class Pooled(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """A closed round. accuracy, macro_f1 (pooled): of the devices that train, in evaluated rounds.
+    """A closed round. accuracy, macro_f1 (pooled): those of the devices that train, in evaluated rounds.
 
-    asked: devices of the cohort. participants: devices whose update was counted. skipped: those of them whose update
-    was too small to send; None if there are none. refused: updates. payload_bytes, mqtt_bytes, wire_bytes: all traffic
-    of the round. models_transmitted: whole models up and down, without served ones. flops: over all devices. codecs: up
-    and down. arrays: None if every round trains all arrays. privacy: None if updates are not private.
+    asked: number of devices in the cohort. participants: number of devices whose update was counted. skipped: number of
+    participants whose update was too small to send; None if there are none. refused: number of refused updates.
+    payload_bytes, mqtt_bytes, wire_bytes: all traffic of the round. models_transmitted: whole models up and down,
+    without served ones. flops: over all devices. codecs: up and down. arrays: None if every round trains all arrays.
+    privacy: None if updates are not private.
     """
 
     round: int = field(metadata={"min": 0})

@@ -1,7 +1,8 @@
 """The privacy spent by private rounds: epsilon of a round and in total, and the limit at which a run ends.
 
-A device counts as having taken part in every round that asked it, also if another device has replaced it since, and in
-every other round for which the ledger has an update of it, counted or not, because that update was sent.
+A device counts as having taken part in every round that asked it, even if another device has replaced it since. It also
+counts for every other round for which the ledger has an update of the device, counted or not, because that update was
+sent.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ HEARTBEAT_SUPPORT_S = 300.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command's options. They are written to demo.json, so that an unfinished run continues with the same ones.
+    """The command's options. They are written to demo.json, so that an unfinished run continues with the same options.
 
     support_s: seconds that a new device learns from; None: 300 s of heart beats, and in a file the same share of the
     time as devices that train. window, stride: how a file of readings is cut into windows. codec: as in

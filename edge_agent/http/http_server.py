@@ -1,9 +1,9 @@
 """An HTTP/1.1 server for one device: a thread per connection, and a limit on everything that a client can use.
 
-There are limits on the connections, on each client's requests, on the size of heads, bodies and all bodies together, on
-the time that each may take to arrive, on the time without a request, and on the time to receive a response. When all
-connections are taken, a new client replaces one of the address that has most of them: the one that has been silent or
-slow for longest. With ``tls`` it speaks HTTPS.
+There are limits on the connections and on each client's requests; on the size of a head, of a body, and of all bodies
+together; on the time in which a head or a body must arrive, on the time without a request, and on the time to receive a
+response. When all connections are taken, a new client replaces one of the address that has most of them: the one that
+has been silent or slow for longest. With ``tls`` it speaks HTTPS.
 
 ``stop`` finishes the requests in progress and closes idle connections at once.
 """

@@ -45,8 +45,8 @@ X, Z = "x", "z"
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What an ONNX file expects: (x · scale − mean) / std per channel. dtype: of the users' samples; None: that of the
-    file. scale None: 1/255 for bytes, else 1. shape: of a sample, where the file leaves it open."""
+    """What an ONNX file expects: (x · scale − mean) / std per channel. dtype: dtype of the users' samples; None: that
+    of the file. scale None: 1/255 for bytes, else 1. shape: shape of a sample, where the file leaves it open."""
 
     dtype: str | None = None
     scale: float | None = None

@@ -1,4 +1,4 @@
-"""The agent's systemd unit: a user of its own, write access to its state only, restarts after growing pauses.
+"""The agent's systemd unit: a separate user, write access to the agent's state only, restarts after growing pauses.
 
 ``systemd.exec(5)``, ``systemd.service(5)``. The agent notifies systemd that it is ready and that it is alive
 (``sd_notify(3)``). The unit works with systemd 237 (Ubuntu 18.04) and newer:

@@ -87,9 +87,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``install`` would do. runs: the version that runs now, or empty. send_bytes: of the program, at most; files
-    that the device has in another version are not sent. settings: {path: content} of the files that would be replaced,
-    with stars in place of secrets. unconfirmed: the version of an earlier run that was cut off, or empty."""
+    """What ``install`` would do. runs: the version that runs now, or empty. send_bytes: the most bytes of the program
+    that are sent; files that the device has in another version are not sent. settings: {path: content} of the files
+    that would be replaced, with stars in place of secrets. unconfirmed: the version of an earlier run that was cut off,
+    or empty."""
 
     version: str
     runs: str

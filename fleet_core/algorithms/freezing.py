@@ -1,7 +1,8 @@
 """Applies a method's rules to the arrays that move in a round; the state of frozen arrays stays as it is.
 
 A round with frozen arrays is a round on a smaller model, so every identity that holds for all arrays holds for those
-that move: array by array, the server's dual is the mean of all duals, whichever arrays a round froze.
+that move. For example, the server's dual of each array is the mean of all devices' duals, whichever arrays a round
+froze.
 """
 
 from __future__ import annotations

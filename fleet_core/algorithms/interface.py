@@ -106,7 +106,8 @@ class LocalSgd:
     local_optimizer: SGD, or Adam with moments that are reset in every round.
     weight_decay: added to the direction after clipping. clip_norm: limit on the corrected direction's norm, 0 for none
     (both in the order of the program of Acar et al.; their paper has neither).
-    augment: of training images: ``crop-flip`` is a random crop with padding 4 and a horizontal flip (Acar's runs).
+    augment: augmentation of training images; ``crop-flip`` is a random crop with padding 4 and a horizontal flip
+    (Acar's runs).
     """
 
     local_steps: int = count(20)
@@ -200,10 +201,10 @@ class Method:
     ``fleet-proto``, its own encoder and the fleet's class means.
     shared: groups that go down, come up and are evaluated. besides: groups that only go down, in training. per_device:
     shared groups of which the server makes one for each device in training. personal: groups of the model that stay on
-    the device. Groups in none of these are not used. down_scalars, up_scalars: numbers that cross the wire beside the
-    round and the seed. models_down, models_up: models transmitted per device and round. paper_models: as the paper
-    counts, if it differs. cumulative: what goes up is a change that the server sums over rounds, so that error feedback
-    is possible."""
+    the device. A group that is in none of these lists is not used. down_scalars, up_scalars: numbers that cross the
+    wire beside the round and the seed. models_down, models_up: models transmitted per device and round. paper_models:
+    as the paper counts, if it differs. cumulative: an update is a change that the server sums over rounds, so that
+    error feedback is possible."""
 
     name: str
     title: str

@@ -34,8 +34,8 @@ class Identity:
 class Tls:
     """PEM files, relative to the device's home, for an mqtts:// broker. ca: the authority that signed the broker's
     certificate; None: those that the system trusts. certificate, key: identify this device to the broker. renew_after:
-    Unix seconds after which the device asks the aggregator for new ones; None for a certificate that the fleet did not
-    issue."""
+    Unix seconds after which the device asks the aggregator for a new certificate; None for a certificate that the fleet
+    did not issue."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -45,10 +45,10 @@ class Tls:
 
 @dataclass(frozen=True)
 class Data:
-    """samples: file or folder, relative to the device's home; left out, also the folder ``samples``. train_fraction:
-    share of the recording's time used for training. support_seconds: use the first seconds of the recording instead of
-    a share. stride: for a table of readings or sound, the readings between the starts of two windows; None: windows do
-    not overlap."""
+    """samples: file or folder, relative to the device's home; if left out, ``samples.npz`` or the folder ``samples``.
+    train_fraction: share of the recording's time used for training. support_seconds: use the first seconds of the
+    recording instead of a share. stride: for a table of readings or sound, the readings between the starts of two
+    windows; None: windows do not overlap."""
 
     samples: str = "samples.npz"
     train_fraction: float = field(default=0.6, metadata={"above": 0, "max": 0.99})
@@ -58,11 +58,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """Not fleet.toml's table ``train``, which says which arrays all devices train.
+    """The table ``train`` of device.toml. fleet.toml has another one, which says which arrays all devices train.
 
-    enabled: take part in rounds. engine: what computes the gradients: ``torch``; ``onnx``, the fleet's graph ``train``,
-    without torch; ``auto``: onnx where torch is not installed or the board has less than 1 GB of memory. threads: of
-    the trainer. max_parameters, max_batch: limits on model and batch that replace the board's.
+    enabled: train in rounds. engine: what computes the gradients: ``torch``; ``onnx``, the fleet's graph ``train``,
+    without torch; ``auto``: onnx where torch is not installed or the board has less than 1 GB of memory. threads:
+    number of threads of the trainer. max_parameters, max_batch: limits on model and batch that replace the board's.
     """
 
     enabled: bool = True
@@ -92,8 +92,8 @@ class Power:
 
 @dataclass(frozen=True)
 class Radio:
-    """kind: of the link to the broker; if left out, that of the interface with the default route. j_per_byte: of a byte
-    sent or received, in place of the profile's and of the default for the kind."""
+    """kind: of the link to the broker; if left out, that of the interface with the default route. j_per_byte: joules of
+    a byte sent or received, in place of the profile's and of the default for the kind."""
 
     kind: str | None = field(default=None, metadata={"choices": ("wifi", "lte", "ethernet")})
     j_per_byte: float | None = field(default=None, metadata={"min": 0, "max": 1})
@@ -105,9 +105,10 @@ WAYS = ("method", "proto", "head", "knn", "adapt", "none", "auto")
 @dataclass(frozen=True)
 class Personalize:
     """by: the personalizer: ``method`` (that of the fleet's method), ``proto`` (class means), ``head`` (a head fitted
-    to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps), ``none``, or ``auto`` (the one
-    without gradient steps that answers the device's own samples best). steps, rate: of gradient steps (steps also of a
-    fitted head), replacing the method's. int8: use the quantized encoder, if the bundle has one."""
+    to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps), ``none``, or ``auto`` (the personalizer
+    without gradient steps that answers the device's own samples best). steps, rate: number and learning rate of
+    gradient steps, replacing the method's; steps also for a fitted head. int8: use the quantized encoder, if the bundle
+    has one."""
 
     by: str = field(default="method", metadata={"choices": WAYS})
     steps: int | None = field(default=None, metadata={"min": 1, "max": 10_000})
@@ -122,8 +123,8 @@ class Serve:
 
     Beyond this machine a client needs TLS and a token (``edge_agent.http.access``), unless ``open`` allows plain HTTP
     to everyone. token, certificate, key: files relative to the device's home; on this machine nothing is asked for
-    unless they are set. requests_per_s: of one client's address, on average; left out: as many as it sends on this
-    machine, 50 beyond it.
+    unless they are set. requests_per_s: limit for one client's address, on average; if left out, no limit on this
+    machine, and 50 beyond it.
 
     unknown: mark samples that are far from all known samples. unknown_quantile: the share of the device's own samples
     that should count as known. worse_by: a new model, another personalization or more labelled samples are rejected
@@ -156,7 +157,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Unlabelled:
-    """max_bytes: of disk for samples without a label. max_age_s: seconds after which one is removed."""
+    """max_bytes: disk space for samples without a label. max_age_s: seconds after which such a sample is removed."""
 
     max_bytes: int = field(default=1 << 26, metadata={"min": 8192, "max": 1 << 40})
     max_age_s: float = field(default=604_800.0, metadata={"above": 0})

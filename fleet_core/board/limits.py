@@ -1,8 +1,8 @@
 """The limits for an agent: a pure function of the board's profile, the machine as found, and the user's settings.
 
-Limits derived from memory are a conservative rule of thumb, based on these figures: a CIFAR LeNet (797,962 parameters)
-trained on an emulated ARM64 machine with 512 MB at a peak of 377 MB; on x86-64 a round takes 30 to 43 bytes per
-parameter in addition to torch itself, and about 1.2 MiB per sample of a LeNet's batch
+Limits derived from memory are a conservative rule of thumb, based on two measurements. A CIFAR LeNet (797,962
+parameters) trained on an emulated ARM64 machine with 512 MB at a peak of 377 MB. On x86-64 a round takes 30 to 43 bytes
+per parameter in addition to torch itself, and about 1.2 MiB per sample of a LeNet's batch
 (``benchmarks/boards/training_memory.json``). Limits in a profile or in device.toml take precedence.
 """
 

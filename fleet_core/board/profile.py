@@ -73,8 +73,8 @@ class Power:
 
     chip: the ``name`` of a hwmon meter. rails: labels of the rails that are summed; empty for the meter's own total.
     scale, offset_w: convert the sum of the rails to the input's watts; ``correction`` is their source. misses: what the
-    sensor does not measure. per_processor: idle_w and busy_w are of one logical processor. other_watts: (idle, busy) of
-    other sources; the spread of modelled joules covers them.
+    sensor does not measure. per_processor: idle_w and busy_w are those of one logical processor. other_watts: (idle,
+    busy) from other sources; the spread of modelled joules covers them.
     """
 
     sensor: str = field(default="none", metadata={"choices": SENSORS})

@@ -19,10 +19,10 @@ PATH: Mapping[str, Any] = MappingProxyType({"max_length": 4096})
 class Source:
     """The settings of every kind.
 
-    name: in listings; left out, the kind. stride: readings between the starts of two windows; left out, that of
-    ``[data]``, or no overlap. rate_hz: readings a second of the sensor, which are resampled to to_hz, or, left out, to
-    the fleet's rate. gain, offset: one for each channel, or one for all: value * gain + offset. every_s: seconds in
-    which at most one sample without a label is kept; 0: all are kept.
+    name: the name in listings; if left out, the kind. stride: readings between the starts of two windows; if left out,
+    that of ``[data]``, or no overlap. rate_hz: readings a second of the sensor, which are resampled to to_hz, or to the
+    fleet's rate if to_hz is left out. gain, offset: calibration, value * gain + offset, with one number for each
+    channel or one for all. every_s: seconds in which at most one sample without a label is kept; 0: all are kept.
     """
 
     kind: str
@@ -38,7 +38,8 @@ class Source:
 @dataclass(frozen=True, kw_only=True)
 class Lines(Source):
     """Readings in lines of text: CSV, with or without a header, or JSON. columns: names of the columns that are
-    channels, in the fleet's order; without a header, names of all cells. ``label`` and ``time`` are not channels."""
+    channels, in the fleet's order; without a header, the names of all cells. ``label`` and ``time`` are not
+    channels."""
 
     columns: tuple[str, ...] = field(default=(), metadata=WORDS)
 
@@ -60,8 +61,8 @@ class SerialSource(Lines):
 
 @dataclass(frozen=True, kw_only=True)
 class Mqtt:
-    """broker: its URL; left out, the fleet's. plain: mqtt:// may go to another machine. username, password_file: of
-    that broker; the file is relative to the device's folder."""
+    """broker: the broker's URL; if left out, that of the fleet's broker. plain: mqtt:// may go to another machine.
+    username, password_file: the login at that broker; the file is relative to the device's folder."""
 
     topic: str = field(metadata={"max_length": 1024})
     broker: str = ""
@@ -77,8 +78,8 @@ class MqttSource(Mqtt, Lines):
 
 @dataclass(frozen=True, kw_only=True)
 class FolderSource(Source):
-    """path: a folder, relative to the device's; each file that appears there is taken once. A file in a subfolder has
-    its name as label."""
+    """path: a folder, relative to the device's; each file that appears there is taken once. A file in a subfolder gets
+    the subfolder's name as its label."""
 
     path: str = field(metadata=PATH)
     every_s: float = field(default=0.0, metadata={"min": 0, "max": 86_400})
@@ -86,8 +87,8 @@ class FolderSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class MicrophoneSource(Source):
-    """device: ALSA's name of it (``arecord -L``). rate_hz: at which it is recorded. channels: they are averaged. file:
-    a .wav file to read in its place."""
+    """device: ALSA's name of the microphone (``arecord -L``). rate_hz: the rate at which it is recorded. channels:
+    number of channels, which are averaged. file: a .wav file to read in place of the microphone."""
 
     device: str = "default"
     rate_hz: float = field(default=16_000.0, metadata={"min": 1000, "max": 192_000})
@@ -97,9 +98,10 @@ class MicrophoneSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class CameraSource(Source):
-    """by: ``rpicam`` (libcamera's programs, with Pillow) or ``opencv``; ``auto``: the one that is installed. camera:
-    its number. width, height: at which images are taken, before they are brought to the fleet's size; left out, 640 by
-    480, or the fleet's size if it takes no other. every_s: from one image to the next."""
+    """by: ``rpicam`` (libcamera's programs, with Pillow) or ``opencv``; ``auto``: the program that is installed.
+    camera: the camera's number. width, height: the size at which images are taken, before they are resized to the
+    fleet's size; if left out, 640 by 480, or the fleet's size if it takes no other. every_s: seconds from one image to
+    the next."""
 
     by: str = field(default="auto", metadata={"choices": ("auto", "rpicam", "opencv")})
     camera: int = field(default=0, metadata={"min": 0, "max": 255})
@@ -127,8 +129,8 @@ SOURCES: Mapping[str, type[Source]] = MappingProxyType({
 
 @dataclass(frozen=True, kw_only=True)
 class Button:
-    """Labels the last sample of a source. source: its name; left out, the one that gave a sample last. label: the
-    class."""
+    """Labels the last sample of a source. source: the source's name; if left out, the source that gave a sample last.
+    label: the class."""
 
     kind: str
     source: str = field(default="", metadata={"pattern": NAME})
@@ -137,7 +139,7 @@ class Button:
 
 @dataclass(frozen=True, kw_only=True)
 class GpioButton(Button):
-    """line: of the chip. falling: whether the line is low while the button is pressed."""
+    """line: number of the line on the chip. falling: whether the line is low while the button is pressed."""
 
     label: str = field(metadata=WORDS)
     line: int = field(metadata={"min": 0, "max": 4096})

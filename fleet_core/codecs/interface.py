@@ -28,10 +28,10 @@ class Codec(ABC):
 
     about: one line for users. lossless: decoding gives the same bits. feedback: a device adds what an update lost to
     its next one (error feedback). feedback_down: the aggregator adds what a model lost to the next one; false for a
-    codec that leaves out most of a move: devices train most of it again, so feedback would add it twice. unbiased: the
-    mean of the decoded values over seeds is the encoded value. misses: "up", "up STATE" or
-    "down" -> how methods, or those whose devices keep that state, miss the minimiser of quadratics
-    (tests/fleet_core/algorithms/test_lossy.py and test_sparse.py).
+    codec that leaves out most of a move: devices learn most of it once more, so feedback would add it twice. unbiased:
+    the mean of the decoded values over seeds is the encoded value. misses: "up", "up STATE" or "down" -> how methods,
+    or those whose devices keep that state, miss the minimiser of quadratics (tests/fleet_core/algorithms/test_lossy.py
+    and test_sparse.py).
     """
 
     name: ClassVar[str]

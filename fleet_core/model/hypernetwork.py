@@ -3,7 +3,7 @@
 Shamsian, Navon, Fetaya, Chechik, "Personalized Federated Learning using Hypernetworks", ICML 2021, Section 3 and
 Algorithm 1: hidden layers with ReLU on the embedding v of a device, then one linear map for each array of its model.
 Deviations: the last hidden layer is divided by the square root of its width, so that a step's length does not depend on
-the width; the linear maps start with zero matrices and with the model's first weights as biases, so that every device
+the width. The linear maps start with zero matrices and with the model's first weights as biases, so that every device
 starts with the fleet's model.
 
 Arrays are float64. E: width of an embedding. H: width of a hidden layer. P: values of one array of the model.

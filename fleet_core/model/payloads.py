@@ -82,7 +82,7 @@ def send(
     least_norm: float = 0.0,
 ) -> Sent:
     """Encodes an update. The residual of earlier updates is added first, whichever codec left it. If the norm is then
-    below ``least_norm``, only a note is sent, and the whole update is the next residual, whatever the codec: the server
+    below ``least_norm``, only a note is sent, and the whole update is the next residual, whatever the codec. The server
     counts zero, so the residual holds exactly what the server lacks, as with any codec that has feedback."""
     form = codec(name)
     intended = own if residual is None else trees.add(own, residual)

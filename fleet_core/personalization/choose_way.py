@@ -1,10 +1,11 @@
 """Chooses how a device personalizes, by cross-validation on its own labelled samples. Numpy only.
 
-The folds are blocks of neighbouring samples, not random draws: windows of a recording overlap, and with random folds a
+The folds are blocks of neighbouring samples, not random draws. Windows of a recording overlap, so with random folds a
 way that remembers samples would be judged on samples that it has seen (Roberts et al., "Cross-validation strategies for
-data with temporal, spatial, hierarchical, or phylogenetic structure", Ecography 2017). The first way is the one to
-keep: it is replaced only by a way whose accuracy is higher by more than one standard error of their paired difference
-(Breiman et al., "Classification and Regression Trees", 1984, §3.4.3), so that few labels change little.
+data with temporal, spatial, hierarchical, or phylogenetic structure", Ecography 2017). The first way is kept unless
+another is surely better: it is replaced only by a way whose accuracy is higher by more than one standard error of their
+paired difference (Breiman et al., "Classification and Regression Trees", 1984, §3.4.3), so that few labels change
+little.
 
 Shapes: S samples, n samples, N classes.
 """

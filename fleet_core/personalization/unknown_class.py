@@ -4,9 +4,10 @@ Each labelled sample is compared with the mean of its class without it. With d i
 samples of its class, the distance to the mean of the other n − 1 is d · (n / (n − 1))². A new sample, which is not in
 the mean of n, lies on average (n² − 1) / n² of that from it, for independent samples: d · (n + 1) / (n − 1). The
 threshold is a quantile of these distances over all classes, the ⌈quantile · (m + 1)⌉-th smallest of m as in split
-conformal prediction (Vovk, Gammerman, Shafer, "Algorithmic Learning in a Random World", 2005), so that about
-1 − quantile of the samples of known classes are called unknown; with few samples it is the largest distance. Deviation:
-the samples are not exchangeable with new ones, because the means were made of them and a device's recordings drift.
+conformal prediction (Vovk, Gammerman, Shafer, "Algorithmic Learning in a Random World", 2005), so that about 1 −
+quantile of the samples of known classes are called unknown. With few samples the threshold is the largest distance.
+Deviation: the samples are not exchangeable with new ones, because the means were made of them and a device's recordings
+drift.
 
 When every class has one sample, no sample can be left out. The threshold is then half of the average distance from each
 mean to the nearest other mean. With a single sample in a single class, nothing is unknown.

@@ -1,8 +1,8 @@
 """``clip``: every update is scaled down to the round's median norm.
 
-Norm clipping of Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019, with the median for
-the threshold, as in the clipping about a centre of Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust
-Optimization", ICML 2021, whose centre is zero here: an update is already a change to the model that all have.
+Norm clipping of Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019, with the median as
+the threshold. It is also the clipping about a centre of Karimireddy, He, Jaggi, "Learning from History for Byzantine
+Robust Optimization", ICML 2021, with the centre zero, because an update is already a change to the model that all have.
 """
 
 from __future__ import annotations

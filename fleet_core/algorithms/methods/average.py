@@ -5,8 +5,8 @@ Fallah et al., "Personalized Federated Learning: A Meta-Learning Approach", 2020
 meta-gradients. Deviation: the mean over devices is uniform, as in Fallah and in the program of Acar et al., while
 McMahan's is weighted by samples (``weighted``).
 
-The server takes the mean change as a direction: SGD at rate 1 is averaging, at rate b the mixture
-(1 − b) w + b mean(w_i) of pFedMe; Adam and Yogi are those of Reddi et al., "Adaptive Federated Optimization", 2021.
+The server takes the mean change as a direction. SGD at rate 1 is averaging; at rate b it gives the mixture
+(1 − b) w + b mean(w_i) of pFedMe. Adam and Yogi are those of Reddi et al., "Adaptive Federated Optimization", 2021.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ STEPS = "server_steps"
 class Averaging(LocalSgd):
     """What the server does with the mean change of its cohort.
 
-    weighted: weight the mean by the devices' numbers of samples. server_optimizer, server_lr: how the mean change moves
-    the model. server_beta1, server_beta2, server_epsilon: constants of Adam and Yogi (Reddi: 0.9, 0.99, τ = 1e-3).
+    weighted: weight the mean by the devices' numbers of samples.
+    server_optimizer, server_lr: how the mean change moves the model.
+    server_beta1, server_beta2, server_epsilon: constants of Adam and Yogi (Reddi: 0.9, 0.99, τ = 1e-3).
     server_start: initial value of their second moment; None for Kingma's bias correction (Reddi: τ²).
     """
 

@@ -5,11 +5,11 @@ Section 4: a kernel on the representation is shared and averaged as in FedAvg; a
 binary tree, with a Gaussian process and a Pólya-Gamma augmentation (Polson, Scott, Windle 2013) in every node. A step's
 loss is the predictive likelihood of the query given the support, with fixed augmentation variables.
 
-Deviations: those variables are not sampled (the paper: Gibbs) but set to their means under the best factorised
-posterior, by a fixed number of its closed-form updates (Wenzel et al., "Efficient Gaussian Process Classification Using
-Pólya-Gamma Data Augmentation", AAAI 2019, without inducing points), so that answers are deterministic. The tree divides
-the class means by the sign of their projection on their first principal direction (Boley 1998); the paper clusters them
-by k-means. The kernel's parameters are hyper-parameters. Inducing points are not implemented.
+Deviations: those variables are not sampled (the paper: Gibbs), so that answers are deterministic. They are set to their
+means under the best factorised posterior, by a fixed number of its closed-form updates (Wenzel et al., "Efficient
+Gaussian Process Classification Using Pólya-Gamma Data Augmentation", AAAI 2019, without inducing points). The tree
+divides the class means by the sign of their projection on their first principal direction (Boley 1998); the paper
+clusters them by k-means. The kernel's parameters are hyper-parameters. Inducing points are not implemented.
 """
 
 from __future__ import annotations
