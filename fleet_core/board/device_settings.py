@@ -47,8 +47,8 @@ class Tls:
 class Data:
     """samples: file or folder, relative to the device's home; left out, also the folder ``samples``. train_fraction:
     share of the recording's time used for training. support_seconds: use the first seconds of the recording instead of
-    a share. stride: for a table of readings or sound, the readings between the starts of two windows; None: windows do
-    not overlap."""
+    a share. stride: for a table of readings or sound, the readings between the starts of two windows; None: the
+    fleet's."""
 
     samples: str = "samples.npz"
     train_fraction: float = field(default=0.6, metadata={"above": 0, "max": 0.99})

@@ -20,7 +20,7 @@ class Source:
     """The settings of every kind.
 
     name: in listings; left out, the kind. stride: readings between the starts of two windows; left out, that of
-    ``[data]``, or no overlap. rate_hz: readings a second of the sensor, which are resampled to to_hz, or, left out, to
+    ``[data]``, or the fleet's. rate_hz: readings a second of the sensor, which are resampled to to_hz, or, left out, to
     the fleet's rate. gain, offset: one for each channel, or one for all: value * gain + offset. every_s: seconds in
     which at most one sample without a label is kept; 0: all are kept.
     """
