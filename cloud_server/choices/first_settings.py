@@ -37,10 +37,10 @@ def load_data(
     size: str | None = None, fit: str | None = None, rate: int | None = None, seconds: float | None = None,
 ) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
-    how the file was read. window, stride: to cut a file of readings. size, fit: of images, as in ``resize.size_of``.
-    rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a window, rate is that of the
-    readings, to which devices resample their sensors. Raises DataError, also for samples whose classes have no
-    names."""
+    how the file was read. window, stride: to cut a file of readings, which devices then do too. size, fit: of images,
+    as in ``resize.size_of``. rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a
+    window, rate is that of the readings, to which devices resample their sensors. Raises DataError, also for samples
+    whose classes have no names."""
     if _is_named(data):
         if window is not None or stride is not None:
             raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
@@ -66,7 +66,7 @@ def load_data(
         raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
                         f"for the labels 0 to {most}", hint="or store the class names in y")
     spec = model_input.standardized(samples.x, how, sound_hz)
-    return samples, replace(spec, rate_hz=float(rate)) if rate and not sound_hz else spec
+    return samples, replace(spec, rate_hz=float(rate or 0) if not sound_hz else 0.0, stride=stride or 0)
 
 
 def _sound_hz(path: Path, rate: int | None, seconds: float | None) -> int:

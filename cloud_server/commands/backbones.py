@@ -65,7 +65,8 @@ def applied(
     found = features.Features(path, backbone_file.described(data))
     processes.say(f"features of {len(samples)} samples by {found.backbone.name} …")
     with_features = found.samples(samples, keep=False)
-    raw = replace(found.backbone.input, fit=spec.fit, sound_hz=spec.sound_hz, rate_hz=spec.rate_hz)
+    raw = replace(found.backbone.input, fit=spec.fit, sound_hz=spec.sound_hz, rate_hz=spec.rate_hz,
+                  stride=spec.stride)
     return with_features, features.input_of(with_features.x), replace(found.backbone, input=raw)
 
 

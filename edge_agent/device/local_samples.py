@@ -89,6 +89,7 @@ class LocalData:
         """Samples for a model. home: the device's folder. file: beneath it, or absolute. table: ``[data]`` of
         device.toml, or the result of ``split``."""
         split, raw = {key: table[key] for key in SPLIT if key in table}, layout.sample
+        split["stride"] = split.get("stride") or raw.stride or None
         return LocalData(home / file, layout.classes, raw.dtype, shape=tuple(raw.shape), fit=raw.fit,
                          sound_hz=raw.sound_hz, features=features_of(home, layout), **split)
 

@@ -48,7 +48,7 @@ class Data:
     """samples: file or folder, relative to the device's home; if left out, ``samples.npz`` or the folder ``samples``.
     train_fraction: share of the recording's time used for training. support_seconds: use the first seconds of the
     recording instead of a share. stride: for a table of readings or sound, the readings between the starts of two
-    windows; None: windows do not overlap."""
+    windows; None: the fleet's stride."""
 
     samples: str = "samples.npz"
     train_fraction: float = field(default=0.6, metadata={"above": 0, "max": 0.99})

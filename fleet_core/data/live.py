@@ -49,7 +49,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Cutting:
-    """stride: readings, after resampling, between the starts of two windows; None: no overlap. rate_hz: readings a
+    """stride: readings, after resampling, between the starts of two windows; None: the fleet's. rate_hz: readings a
     second that arrive. to_hz: readings a second of the samples; 0: the fleet's. If one is not known, nothing is
     resampled. gain, offset: of each channel, or one for all, applied first: value · gain + offset."""
 
@@ -74,7 +74,7 @@ class Cutter:
         self.channels = 1 if spec.sound_hz else spec.shape[0]
         self.length = (sound.length_of(spec.sound_hz, spec.shape[-1]) if spec.sound_hz
                        else spec.shape[1] if len(spec.shape) == 2 else 1)
-        self._stride = cutting.stride or self.length
+        self._stride = cutting.stride or spec.stride or self.length
         self._hz = float(spec.sound_hz) or cutting.to_hz or spec.rate_hz
         resamples = cutting.rate_hz and self._hz and cutting.rate_hz != self._hz
         self._resampler = Resampler(cutting.rate_hz, self._hz) if resamples else None

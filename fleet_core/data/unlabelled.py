@@ -29,10 +29,10 @@ def load(
     Grey images are converted to colour if the model takes colours. Images of another size and sound are prepared as
     ``spec`` says.
 
-    stride: readings between the starts of two windows of a table; None: no overlap. say: called with notes about how
-    the file was read. Raises DataError for samples that do not fit.
+    stride: readings between the starts of two windows of a table; None: as ``spec`` says. say: called with notes about
+    how the file was read. Raises DataError for samples that do not fit.
     """
-    x = _read(path, spec, stride, limit_bytes, say)
+    x = _read(path, spec, stride or spec.stride or None, limit_bytes, say)
     if x.shape == tuple(spec.shape) or takes(x.shape, spec):
         x = x[None]
     x = prepared(x, spec, str(path))

@@ -31,7 +31,8 @@ class InputSpec:
     mean, std: one value per channel (axis 0), or empty. fit: how images of another size are brought to ``shape``
     (``fleet_core.data.shaping.resize``); ``refuse``: they are not. sound_hz: samples are spectrograms of sound at this
     rate (``fleet_core.data.shaping.sound``); 0: they are not. rate_hz: readings a second in a window, to which a
-    device resamples its sensor's; 0: not known. No hash depends on it.
+    device resamples its sensor's; 0: not known. stride: readings from one window to the next, where a device's settings
+    say nothing; 0: windows do not overlap. No hash depends on these two.
     """
 
     shape: tuple[int, ...] = field(metadata={"min": 1, "max": 1_000_000, "max_length": 4})
@@ -42,6 +43,12 @@ class InputSpec:
     fit: str = field(default="refuse", metadata={"choices": FITS, "sparse": True})
     sound_hz: int = field(default=0, metadata={"min": 0, "max": 192_000, "sparse": True})
     rate_hz: float = field(default=0.0, metadata={"min": 0, "max": 1_000_000, "sparse": True})
+    stride: int = field(default=0, metadata={"min": 0, "max": 1_000_000, "sparse": True})
+
+    @property
+    def unhashed(self) -> InputSpec:
+        """This input without what no hash depends on: an agent that does not know those keys has the same hash."""
+        return replace(self, rate_hz=0.0, stride=0)
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,11 @@ class Layout:
 
     @cached_property
     def hash(self) -> str:
-        """The first 16 hex digits of the sha256 of the layout's JSON; states and updates carry it. An agent that does
-        not know ``rate_hz`` has the same hash."""
+        """The first 16 hex digits of the sha256 of the layout's JSON; states and updates carry it."""
         import hashlib  # loads OpenSSL, 4 MB that a process which only answers does not need
 
-        backbone = self.backbone and replace(self.backbone, input=replace(self.backbone.input, rate_hz=0.0))
-        plain = replace(self, input=replace(self.input, rate_hz=0.0), backbone=backbone)
+        backbone = self.backbone and replace(self.backbone, input=self.backbone.input.unhashed)
+        plain = replace(self, input=self.input.unhashed, backbone=backbone)
         return hashlib.sha256(plain.to_json().encode()).hexdigest()[:16]
 
     def extended(self, groups: tuple[str, ...], mirrored: tuple[str, ...]) -> Layout:

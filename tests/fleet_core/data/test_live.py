@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloud_server.choices.first_settings import load_data
+from edge_agent.device.local_samples import LocalData
 from fleet_core.base.errors import DataError
 from fleet_core.data import samples, unlabelled
 from fleet_core.data.live import Cutter, Cutting, Readings, Taken
@@ -158,5 +160,29 @@ def test_init_says_the_rate_of_readings_and_the_layouts_hash_does_not_depend_on_
     assert Layout.from_json(with_rate.to_json()).input.rate_hz == 50
     assert "rate_hz" not in without.to_json()
     assert with_rate.hash == without.hash
+    assert with_rate.to_json().count("stride") == 0
     with pytest.raises(DataError, match="50 Hz is not a valid rate for sound"):
         load_data(str(tmp_path / "r.csv"), rate=50)
+
+
+def test_a_device_cuts_its_readings_as_the_fleets_were_cut_unless_its_settings_say_otherwise(tmp_path: Path) -> None:
+    values = np.arange(40, dtype=np.float64)[:, None]
+    (tmp_path / "r.csv").write_text("label,a\n" + "".join(f"{'ab'[k // 20]},{k}\n" for k in range(40)))
+    (tmp_path / "q.csv").write_text("a\n" + "".join(f"{k}\n" for k in range(40)))
+    cut, spec = load_data(str(tmp_path / "r.csv"), window=5, stride=3)
+    layout, plain = (models.describe("mlp", one, ("a", "b"), {}) for one in (spec, replace(spec, stride=0)))
+    assert layout.hash == plain.hash, "an agent that does not know the key has the same model"
+    layout = Layout.from_json(layout.to_json())
+    settings: tuple[dict[str, int | None], ...] = {}, {"stride": None}, {"stride": 5}
+    local = [LocalData.of(tmp_path, "r.csv", layout, table) for table in settings]
+    assert [one.stride for one in local] == [3, 3, 5]
+    assert LocalData.of(tmp_path, "r.csv", plain, {}).stride is None
+    held_back = local[0].held_back()
+    assert held_back is not None
+    assert len(local[0].every()) + len(held_back) == len(cut) == 12
+    x = unlabelled.load(tmp_path / "q.csv", layout.sample)
+    assert x[:, 0, 0].tolist() == list(range(0, 36, 3))
+    assert np.array_equal([one.x for one in in_pieces(Cutter(layout.sample, Cutting()), values, [7])], x)
+    assert len(unlabelled.load(tmp_path / "q.csv", layout.sample, stride=5)) == 8
+    assert len(in_pieces(Cutter(layout.sample, Cutting(5)), values, [7])) == 8
+    assert len(unlabelled.load(tmp_path / "q.csv", plain.sample)) == 8
