@@ -277,13 +277,19 @@ def predict_command(
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     row = enrolled_device(made, device)
-    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say)
+    task = made.config.model.task
+    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say,
+                        outputs=None if task is None else task.outputs)
     url = broker_url(broker, made, plain)
     with fleet_certificates.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,
                              off=predict.why_off(made, row))
     if as_json:
         return terminal.show(schema.plain(answer))
+    if answer.outputs:
+        terminal.table([(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)],
+                       ("sample", *answer.outputs))
+        return processes.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
     unknown = answer.unknown or (False,) * len(answer.labels)
     rows = [(str(n), label + " (unknown)" * unknown[n], " ".join(f"{p:.3f}" for p in row))
             for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]

@@ -209,7 +209,7 @@ class Fleet:
 
         raw = layout.sample
         found = samples.load(path, classes=layout.classes or None, dtype=raw.dtype, shape=raw.shape, fit=raw.fit,
-                             sound_hz=raw.sound_hz, outputs=layout.task and layout.task.outputs)
+                             sound_hz=raw.sound_hz, outputs=layout.outputs)
         if layout.backbone is None:
             return found
         from fleet_core.backbone.features import of_file

@@ -98,6 +98,11 @@ class Layout:
         """Names of what the head computes for a sample: classes, or the outputs of the task."""
         return self.classes if self.task is None else self.task.outputs
 
+    @property
+    def outputs(self) -> tuple[str, ...] | None:
+        """Names of the targets, as readers of samples take them; None for classes."""
+        return None if self.task is None else self.task.outputs
+
     def truths(self, y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """What losses and graphs compare answers with: labels int64 [N], or standardized targets float32 [N, K]. Raises
         DataError."""
