@@ -1,9 +1,11 @@
 """Exports a model's gradient steps as an ONNX graph ``adapt``, so that a device can personalize without torch.
 
-w ← w − a∘∇f(w) over the whole support set, f the mean cross-entropy, as in ``fleet_core.learning.personal_model``:
-MAML's inner steps and fine-tuning with one rate (``lr``), Meta-SGD with a learned rate for every value (``rates``).
+w ← w − a∘∇f(w) over the whole support set, f the mean cross-entropy or the loss of the layout's task, as in
+``fleet_core.learning.personal_model``: MAML's inner steps and fine-tuning with one rate (``lr``), Meta-SGD with a
+learned rate for every value (``rates``).
 
-Inputs: ``support_x`` raw samples [S, *shape], ``support_y`` int64 [S], ``steps`` int64, and ``lr`` float32 unless the
+Inputs: ``support_x`` raw samples [S, *shape], ``support_y`` labels int64 [S] or standardized targets float32 [S, K],
+``steps`` int64, and ``lr`` float32 unless the
 rates are learned. Parameters are external initializers ``group/name``, rates ``rates/group.name``. Outputs:
 ``adapted/group/name`` for every parameter of the adapted groups.
 
@@ -35,7 +37,7 @@ from fleet_core.learning import losses
 from fleet_core.learning.gradient_estimators import entropy
 from fleet_core.learning.gradients import leaves, value_and_gradient
 from fleet_core.learning.models import Network, build, outputs, to_torch
-from fleet_core.model.graph_bundle import GOLDEN_STEPS, AdaptInfo, Graph
+from fleet_core.model.graph_bundle import GOLDEN_STEPS, AdaptInfo, Graph, golden_truths
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.training.round_plans import CHUNK
 
@@ -63,7 +65,7 @@ def with_adapt(graph: Graph, *, rates: bool, groups: tuple[str, ...] = MODEL_GRO
     if "predict" not in graph.graphs:
         raise BundleError("the bundle has no graph 'predict', which answers with adapted weights")
     data = export_adapt(layout, rates=rates, groups=groups, seed=seed, embed=graph.graphs.get("embed", b""))
-    network, y = build(layout).eval(), np.arange(len(x)) % len(layout.classes)
+    network, y = build(layout).eval(), golden_truths(layout, len(x))
     info = AdaptInfo(groups, rates, _golden_lr(network, trees.only(layout.seeded(seed), MODEL_GROUPS), groups, x, y))
     extended = replace(graph, adapt=data, info=replace(graph.info, adapt=info))
     weights = extended.adapt_weights(seed)
@@ -161,16 +163,23 @@ def _gradient(
     def gradient(*tensors: Tensor) -> Sequence[Tensor]:
         *parameters, x, y = tensors
         w = dict(zip(inputs, parameters, strict=True))
-        log_probabilities = torch.log_softmax(logits(w, x), 1)
-        loss = -(log_probabilities * losses.one_hot(y, len(layout.classes), log_probabilities.dtype)).sum()
+        loss = _summed_loss(layout, logits(w, x), y)
         return torch.autograd.grad(loss, [w[key] for key in adapted], allow_unused=True, materialize_grads=True)
 
     shapes = {f"{t.group}/{t.name}": t.shape for t in layout.tensors}
     names = [f"now/{key}" if key in adapted else key for key in inputs]
     parameters = [torch.ones(shapes[key], requires_grad=True) for key in inputs]
-    batch = {"pass/x": x, "pass/y": torch.arange(len(x)) % len(layout.classes)}
+    batch = {"pass/x": x, "pass/y": torch.tensor(golden_truths(layout, len(x)))}
     graph, traced = exported(
         gradient, {**dict(zip(names, parameters, strict=True)), **batch}, [f"gradient/{key}" for key in adapted],
         [tuple(batch)], f"the gradient steps of the model '{layout.model}'", INSTEAD,
     )
     return graph, bytes_per_sample(traced)
+
+
+def _summed_loss(layout: Layout, out: Tensor, y: Tensor) -> Tensor:
+    """The loss of each sample, summed."""
+    if layout.task is not None:
+        return losses.of_errors(layout.task, out - y).sum() / len(layout.answers)
+    log_probabilities = torch.log_softmax(out, 1)
+    return -(log_probabilities * losses.one_hot(y, len(layout.classes), log_probabilities.dtype)).sum()

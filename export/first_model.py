@@ -16,22 +16,24 @@ from fleet_core.base.trees import Params
 from fleet_core.learning import models
 from fleet_core.model import graph_bundle, train_graph
 from fleet_core.model.layout import Backbone, InputSpec, Layout
+from fleet_core.tasks.regression import Regression
 
 
 def first(
     model: str, spec: InputSpec, classes: tuple[str, ...], options: Mapping[str, Any], *, head: bool, seed: int,
     method: Method | None = None, hyper: Any = None, say: Callable[[str], None] = lambda line: None,
-    backbone: Backbone | None = None,
+    backbone: Backbone | None = None, task: Regression | None = None,
 ) -> tuple[bytes, bytes]:  # fmt: skip
     """(graph bundle, weights) as bytes. head: the method answers with the model's head. method, hyper: their gradient
-    steps are exported; None for none. backbone: makes the input ``spec`` of raw samples.
+    steps are exported; None for none. backbone: makes the input ``spec`` of raw samples. task: what the model answers
+    instead of ``classes``.
     say: called with the current step, and with what cannot be exported.
 
     Raises ConfigError if the model cannot be built or lacks groups that the method trains, BundleError if a graph fails
     its check.
     """
     started = time.monotonic()
-    layout = replace(models.describe(model, spec, classes, options), backbone=backbone)
+    layout = replace(models.describe(model, spec, classes, options, task), backbone=backbone)
     if method is not None:
         models.check_groups(method, layout)
     kinds = ("embed", "predict") if head else ("embed",)

@@ -17,7 +17,7 @@ from fleet_core.base.trees import Params
 from fleet_core.learning.gradient_estimators import entropy
 from fleet_core.learning.gradients import leaves, value_and_gradient
 from fleet_core.learning.models import Network, outputs, to_torch
-from fleet_core.model.graph_bundle import GOLDEN_STEPS, GRAPH_GROUPS, Graph
+from fleet_core.model.graph_bundle import GOLDEN_STEPS, GRAPH_GROUPS, Graph, golden_truths
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.training.round_plans import CHUNK
 
@@ -90,7 +90,7 @@ def _check_numbers(graph: Graph, kind: str, data: bytes, network: Network, *, se
 def _check_steps(graph: Graph, network: Network, *, seed: int, size: int) -> None:
     """Compares adapted weights with torch's on a support of ``size`` samples."""
     weights, x = graph.adapt_weights(seed), _golden_x(graph, size)
-    y = np.arange(1, size + 1) % len(graph.layout.classes)
+    y = golden_truths(graph.layout, size, start=1)
     wanted = steps_in_torch(graph, network, weights, x, y)
     try:
         got = run_adapt(graph, weights, x, y, tuple(MAX_RELATIVE))

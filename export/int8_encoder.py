@@ -62,6 +62,9 @@ def quantized(graph: Graph, params: Params, data: Samples, say: Callable[[str], 
 
 def _raw(graph: Graph, data: Samples) -> Array:
     spec = graph.layout.input
+    if graph.layout.task is not None:
+        raise BundleError("an int8 encoder is judged by classes, which this model does not have",
+                          hint="leave out --int8")
     if "embed" not in graph.graphs or not graph.layout.parameters(("body",)):
         raise BundleError("the model has no encoder to quantize", hint="leave out --int8")
     if spec.dtype == "int64":

@@ -59,6 +59,8 @@ HINT = "devices of this fleet need torch to train"
 def export_train(layout: Layout, method: Method, hyper: Any, initial: Params, seed: int = 0) -> TrainGraph:
     """The checked graph for ``method``. initial: the model's first weights; the graph gets the personal groups. Raises
     BundleError, which says by name what cannot become a graph."""
+    if layout.task is not None:
+        raise BundleError(f"the gradients of a model of {layout.task.kind} cannot become a graph", hint=HINT)
     if method.adaptation not in NEEDS:
         raise BundleError(f"the estimator {method.adaptation} of {method.name} cannot become a graph", hint=HINT)
     if 4 * layout.parameters(method.personal) > MAX_FIRST_BYTES:

@@ -163,11 +163,16 @@ class Fleet:
 
     def evaluations(self) -> list[Row]:
         """Accuracy and macro-F1 of each device on its own test samples, by round and stage (before, fine_tuned,
-        after personalization)."""
-        from cloud_server.ledger.ledger_tables import Evaluation
+        after personalization); of a fleet that predicts numbers ``mae.OUTPUT`` and ``r2.OUTPUT``."""
+        from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
+        from cloud_server.results.result import task_score
 
         with self._ledger() as ledger:
             return [
+                {"round": one.round, "device": one.device, "stage": one.stage, "method": one.method, "new": one.new,
+                 **(_flat(score.measures) if (score := task_score([one])) else {})}
+                for one in ledger.each(TaskEvaluation)
+            ] + [
                 {"round": one.round, "device": one.device, "stage": one.stage, "method": one.method, "new": one.new,
                  "accuracy": one.accuracy, "macro_f1": one.macro_f1}
                 for one in ledger.each(Evaluation)

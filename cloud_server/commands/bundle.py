@@ -131,7 +131,9 @@ def _facts(bundle: Bundle) -> dict[str, Any]:
         "fleet": manifest.fleet, "method": manifest.method.name, "round": manifest.model.round,
         "model": manifest.model.id, "signed": bundle.signed, "family": manifest.layout.model,
         "stored": manifest.model.stored,
-        "classes": list(manifest.layout.classes), "adaptation": schema.plain(manifest.adaptation),
+        "classes": list(manifest.layout.classes),
+        **({"outputs": list(manifest.layout.outputs)} if manifest.layout.outputs else {}),
+        "adaptation": schema.plain(manifest.adaptation),
         "int8_cost": schema.plain(manifest.int8), "min_onnxruntime": manifest.graph.min_onnxruntime,
         "bytes": {name: info.size for name, info in sorted(manifest.files.items())},
     }  # fmt: skip

@@ -46,7 +46,7 @@ app.add_typer(backbones.backbone_app, name="backbone")
 CODEC = Annotated[str | None, typer.Option("--codec", metavar="CODEC", help="See 'metafleet codecs'; up:NAME,down:NAME "
                                            "for different ones; auto: chosen for each round; default int8.")]
 
-DEFAULT_METHOD, DEFAULT_ROUNDS = "pfldyn-proto", 30
+DEFAULT_METHOD, OF_NUMBERS, DEFAULT_ROUNDS = "pfldyn-proto", "fedavg-meta", 30
 
 
 @app.command()
@@ -90,6 +90,13 @@ def demo(
 def init(
     fleet: FLEET,
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples that define shape and classes.")] = None,
+    task: Annotated[str, typer.Option(metavar="classes|regression", help="What the model answers: a class, or one or "
+                                      "several numbers.")] = "classes",
+    outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
+                                                "numbers, which are columns of a table; default: the file's, or "
+                                                "target.")] = None,
+    loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default huber.")]
+    = None,
     window: WINDOW = None,
     stride: STRIDE = None,
     size: SIZE = None,
@@ -97,7 +104,8 @@ def init(
     rate: RATE = None,
     seconds: SECONDS = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
-    method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto.")] = None,
+    method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto; for "
+                                                    "numbers fedavg-meta.")] = None,
     codec: CODEC = None,
     only: Annotated[list[str] | None, typer.Option("--train", metavar="PATTERN", help="Arrays that devices train and "
                                                    "send, such as 'head.*'; may be repeated; default: all.")] = None,
@@ -129,17 +137,20 @@ def init(
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
-             "--seconds": seconds, "--codec": codec, "--train": only or None, "--freeze": freeze,
-             "--backbone": backbone, "--backbone-output": backbone_output, "--backbone-build": backbone_build}
+             "--seconds": seconds, "--outputs": outputs, "--loss": loss, "--codec": codec, "--train": only or None,
+             "--freeze": freeze, "--backbone": backbone, "--backbone-output": backbone_output,
+             "--backbone-build": backbone_build}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
-        cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds}
-        text = _first_fleet_toml(fleet, data, cut, name, method or DEFAULT_METHOD, model,
-                                 rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
-                                 first_settings.train_table(only, freeze),
+        names = first_settings.wanted_outputs(task, outputs, loss)
+        cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds,
+               "outputs": names}
+        text = _first_fleet_toml(fleet, data, cut, name, method or (DEFAULT_METHOD if names is None else OF_NUMBERS),
+                                 model, rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
+                                 first_settings.train_table(only, freeze), loss,
                                  backbones.Wanted(backbone, backbone_output, backbone_build, backbone_int8))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
     if encrypt_keys:
@@ -147,8 +158,10 @@ def init(
 
         key_files.encrypt(fleet)
     audit_log.done(fleet, "init")
-    print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {made.config.model.name}, "
-          f"classes {', '.join(made.config.model.classes)}")
+    section = made.config.model
+    answers = f"classes {', '.join(section.classes)}" if section.task is None else (
+        f"predicts {', '.join(section.task.outputs)}")
+    print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {section.name}, {answers}")
     for remark in made.remarks():
         processes.say(remark)
     where = typed(fleet)
@@ -158,10 +171,11 @@ def init(
 
 def _first_fleet_toml(
     fleet: Path, data: str, cut: dict[str, Any], name: str | None, method: str, model: str | None, rounds: int,
-    seed: int, trial: bool | None, codec: str | None, train: dict[str, Any], wanted: backbones.Wanted,
+    seed: int, trial: bool | None, codec: str | None, train: dict[str, Any], loss: str | None, wanted: backbones.Wanted,
 ) -> str:
-    """fleet.toml for these samples. cut: options of ``load_data``. The model is the named one, that of the fleet in the
-    folder, the winner of a trial, or the default; the first of these that exists. Raises FleetError."""
+    """fleet.toml for these samples. cut: options of ``load_data``. loss: of numbers. The model is the named one, that
+    of the fleet in the folder, the winner of a trial, or the default; the first of these that exists. Raises
+    FleetError."""
     from cloud_server.choices import method_catalogue
     from cloud_server.choices.first_settings import fleet_toml, load_data, model_for, topic_name, wants_trial
     from fleet_core.data.model_input import default_model
@@ -169,14 +183,17 @@ def _first_fleet_toml(
     samples, spec = load_data(data, processes.say, **cut)
     samples, spec, backbone = backbones.applied(wanted, fleet, samples, spec)
     chosen = _existing_model(fleet) if model is None else None
-    if chosen is None and wants_trial(data, model, trial):
+    if samples.outputs and trial:
+        raise ConfigError("models are tried on classes only", where="--trial",
+                          hint="name a --model, or leave --trial out")
+    if chosen is None and not samples.outputs and wants_trial(data, model, trial):
         chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed)
     return fleet_toml(
         samples, name or topic_name(fleet.resolve().name), method,
         chosen.name if chosen else model or (default_model(spec.shape, spec.dtype) if backbone else
                                              model_for(data, samples)),
         rounds=rounds, seed=seed, spec=spec, model_options=chosen.options if chosen else None, codec=codec, train=train,
-        backbone=backbone,
+        backbone=backbone, loss=loss,
     )
 
 
@@ -199,7 +216,7 @@ def _export(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     model, method = settings.model, METHODS[settings.fleet.method]
     hyper, _ = schema.read(method.hyper, settings.hyper)
     return first(model.name, model.input, model.classes, model.options, head=head, seed=settings.fleet.seed,
-                 method=method, hyper=hyper, say=processes.say, backbone=model.backbone)
+                 method=method, hyper=hyper, say=processes.say, backbone=model.backbone, task=model.task)
 
 
 def _export_train(fleet: Fleet, layout: Layout, first: Params) -> bytes:
@@ -260,13 +277,19 @@ def predict_command(
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     row = enrolled_device(made, device)
-    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say)
+    task = made.config.model.task
+    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say,
+                        outputs=None if task is None else task.outputs)
     url = broker_url(broker, made, plain)
     with fleet_certificates.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,
                              off=predict.why_off(made, row))
     if as_json:
         return terminal.show(schema.plain(answer))
+    if answer.outputs:
+        terminal.table([(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)],
+                       ("sample", *answer.outputs))
+        return processes.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
     unknown = answer.unknown or (False,) * len(answer.labels)
     rows = [(str(n), label + " (unknown)" * unknown[n], " ".join(f"{p:.3f}" for p in row))
             for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]

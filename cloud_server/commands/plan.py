@@ -97,7 +97,7 @@ def _graph(fleet: Fleet) -> tuple[Layout, int | None]:
     from fleet_core.learning import models
 
     model = fleet.config.model
-    return models.describe(model.name, model.input, model.classes, model.options), None
+    return models.describe(model.name, model.input, model.classes, model.options, model.task), None
 
 
 def _enrolled(fleet: Fleet) -> tuple[int, int]:

@@ -132,10 +132,15 @@ def status(fleet: FLEET, as_json: JSON = False) -> None:
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:
         facts, found = fleet_status.facts(made, ledger), verdict.of_ledger(ledger)
+        task = result.task_scores(ledger)
     if as_json:
-        return terminal.show(facts if found is None else {**facts, "verdict": result.plain(found)})
+        facts |= {} if found is None else {"verdict": result.plain(found)}
+        facts |= {"task": {stage: result.plain(one) for stage, one in task.items()}} if task else {}
+        return terminal.show(facts)
     for line in (*fleet_status.lines(facts, fleet), *verdict.lines(found)):
         print(line)
+    for stage, score in task.items():
+        print(f"{stage} personalization, {score.samples} held-back samples: {score.whole_text}")
 
 
 @server_app.command("alerts")

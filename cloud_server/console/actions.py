@@ -106,7 +106,8 @@ def answer(folder: Path, name: str, x: np.ndarray[Any, Any]) -> dict[str, Any]:
 def samples_of(folder: Path, given: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Samples [S, *shape] from ``values``, a list of numbers, or ``file``, base64, of the kind in ``name``. Raises
     DataError."""
-    spec = Fleet.load(folder).config.model.sample
+    model = Fleet.load(folder).config.model
+    spec, outputs = model.sample, None if model.task is None else model.task.outputs
     if "values" in given:
         return _of_values(given["values"], spec)
     suffix = Path(str(given.get("name", ""))[-200:]).suffix.lower()
@@ -120,7 +121,7 @@ def samples_of(folder: Path, given: dict[str, Any]) -> np.ndarray[Any, Any]:
         path = Path(place) / f"sample{suffix}"
         path.write_bytes(data)
         try:
-            return unlabelled.load(path, spec, limit_bytes=1 << 24)
+            return unlabelled.load(path, spec, limit_bytes=1 << 24, outputs=outputs)
         except DataError as error:
             raise DataError(error.what, where=str(given["name"])[-100:], expected=error.expected) from error
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from cloud_server.devices.devices import facts_of, known_device
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Energy, Evaluation, Traffic, Update
+from cloud_server.ledger.ledger_tables import Energy, Evaluation, TaskEvaluation, Traffic, Update
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.results.result import task_score
 from fleet_core.base import schema
 from fleet_core.power.meter import WORKING
 
@@ -31,7 +32,7 @@ def shown(fleet: Fleet, ledger: Ledger, name: str) -> dict[str, Any]:
 
 
 def _evaluations(ledger: Ledger, name: str) -> list[dict[str, Any]]:
-    """A row for each evaluated round: accuracy and method by stage, and the last counts."""
+    """A row for each evaluated round: accuracy, or the measures of a task, and method by stage, and the last counts."""
     found: dict[int, dict[str, Any]] = {}
     confusion = None
     for row in ledger.each(Evaluation, device=name):
@@ -39,6 +40,10 @@ def _evaluations(ledger: Ledger, name: str) -> list[dict[str, Any]]:
             "accuracy": row.accuracy, "macro_f1": row.macro_f1, "method": row.method}
         if row.stage == "after":
             confusion = row.confusion
+    for one in ledger.each(TaskEvaluation, device=name):
+        score = task_score([one])
+        found.setdefault(one.round, {"round": one.round})[one.stage] = {
+            "measures": score and score.measures, "method": one.method}
     rows = [found[number] for number in sorted(found)][-MOST_ROUNDS:]
     if rows and confusion is not None and len(confusion) <= 30:
         rows[-1]["confusion"] = confusion

@@ -87,6 +87,8 @@ def _came_out(ledger: Ledger, row: Round) -> list[str]:
     if figures.loss is not None:
         than = "" if before is None else f", after {before:.4f} in the round before"
         told.append(f"The training loss was {figures.loss:.4f}{than}.")
+    if figures.task is not None:
+        told.append(f"The devices that train then answered with {figures.task.text}.")
     if figures.accuracy is not None:
         a = figures.accuracy
         told.append(f"The devices that train then answered with accuracy {share_text(a.mean)}, the worst with "

@@ -1,14 +1,15 @@
-"""Accuracy and macro-F1 of confusion counts."""
+"""Accuracy and macro-F1 of confusion counts, and the measures of a task without classes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fleet_core.base.errors import DataError
+from fleet_core.tasks.regression import MEASURE, text_of
 
 SHARE: dict[str, Any] = {"min": 0, "max": 1}
 AMOUNT: dict[str, Any] = {"min": 0}
@@ -23,6 +24,28 @@ class Score:
     accuracy: float = field(metadata=SHARE)
     macro_f1: float = field(metadata=SHARE)
     method: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore:
+    """A score of a task without classes, of one device or pooled. task: its kind. samples: evaluated ones. measures:
+    measure -> output -> value, as ``regression.measures``; what is not defined is left out. method: as in ``Score``."""
+
+    task: str
+    samples: int = field(metadata=AMOUNT)
+    measures: Mapping[str, Mapping[str, float]]
+    method: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The first measure for people: ``MAE speed 1.25, load 0.031``."""
+        return f"{MEASURE} {text_of(self.measures.get('mae', {}))}"
+
+    @property
+    def whole_text(self) -> str:
+        """All measures: ``MAE speed 1.25, load 0.031; R² speed 0.950, load 0.812``."""
+        r2 = ", ".join(f"{name} {value:.3f}" for name, value in self.measures.get("r2", {}).items())
+        return self.text + (f"; R² {r2}" if r2 else "")
 
 
 def confusion_accuracy(confusion: Sequence[Sequence[int]]) -> float | None:

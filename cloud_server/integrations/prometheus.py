@@ -16,10 +16,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes
-from cloud_server.ledger.ledger_tables import Device, Evaluation, Round
+from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, TaskEvaluation
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.results import device_costs
 from cloud_server.results.device_costs import DeviceCosts
+from cloud_server.results.result import task_score
 from fleet_core import __version__
 from fleet_core.base.errors import LinkError
 
@@ -92,6 +93,14 @@ def _of_evaluations(ledger: Ledger) -> Iterator[Metric]:
     ):
         yield _family(GaugeMetricFamily(name, about, labels=["device", "stage"]),
                       ((key, getattr(one, figure)) for key, one in newest.items()))
+    scores = {(one.device, one.stage): task_score([one]) for one in ledger.each(TaskEvaluation)}
+    for name, about, measure in (
+        ("metafleet_device_mean_absolute_error", "On the device's own test samples, in the output's unit.", "mae"),
+        ("metafleet_device_r_squared", "R² on the device's own test samples.", "r2"),
+    ):
+        yield _family(GaugeMetricFamily(name, about, labels=["device", "stage", "output"]),
+                      (((*key, output), value) for key, score in scores.items() if score is not None
+                       for output, value in score.measures.get(measure, {}).items()))
 
 
 def _of_costs(costs: Iterable[DeviceCosts]) -> Iterator[Metric]:

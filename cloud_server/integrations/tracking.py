@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import STAGES, TaskEvaluation
 from cloud_server.records.fleet_folder import Fleet
+from cloud_server.results.result import task_score
 from fleet_core.base import processes, schema, storage
 from fleet_core.base.errors import ConfigError, FleetError, StateError
 
@@ -91,15 +93,23 @@ class FleetSource:
             for number, _, stage, new, accuracy in ledger.accuracies(within):
                 if not new:
                     scored.setdefault(number, {}).setdefault(stage, []).append(accuracy)
+            predicted: dict[tuple[int, str], list[TaskEvaluation]] = {}
+            for one in ledger.each(TaskEvaluation, within, new=False):
+                predicted.setdefault((one.round, one.stage), []).append(one)
             for row in closed:
                 moved, spent = volume.get(row.round), joules.get(row.round)
                 payload = None if moved is None else moved.payload
                 stages = {stage: sum(found) / len(found) for stage, found in scored.get(row.round, {}).items()}
+                measures = {
+                    f"{measure}/{stage}/{output}": value for stage in STAGES
+                    if (score := task_score(predicted.get((row.round, stage), []))) is not None
+                    for measure, values in score.measures.items() for output, value in values.items()
+                }
                 yield row.round, row.closed_at or time.time(), _known({
                     "loss": row.loss, "accuracy/before": stages.get("before"), "accuracy/after": stages.get("after"),
                     "bytes/up": None if payload is None else payload.up,
                     "bytes/down": None if payload is None else payload.down,
-                    "joules": None if spent is None else spent.value, "seconds": row.seconds,
+                    "joules": None if spent is None else spent.value, "seconds": row.seconds, **measures,
                 })
 
 

@@ -170,6 +170,12 @@ class LedgerFolds:
                         " DO UPDATE SET rounds = rounds + excluded.rounds", (name, noise, count))
 
     def _forget_evaluations(self, before: int) -> None:
+        self._query(
+            f"DELETE FROM task_evaluations WHERE round < {before} AND round NOT IN"
+            f" (SELECT DISTINCT round FROM task_evaluations ORDER BY round DESC LIMIT {EVALUATED}) AND round NOT IN"
+            " (SELECT MAX(round) FROM task_evaluations AS other WHERE other.device = task_evaluations.device"
+            " AND other.stage = task_evaluations.stage)"
+        )
         recent = "SELECT DISTINCT round FROM evaluations ORDER BY round DESC LIMIT"
         keep = f"round < {before} AND round NOT IN ({recent} {EVALUATED})"
         newest = "SELECT MAX(round) FROM {0} AS other WHERE other.device = {0}.device"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from cloud_server.ledger import folded_tables
 
-VERSION = 11
+VERSION = 12
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -92,6 +92,13 @@ CREATE TABLE privacy (
 """,
     10: folded_tables.SCHEMA,
     11: "ALTER TABLE privacy ADD COLUMN asked TEXT NOT NULL DEFAULT '[]';",
+    12: """
+CREATE TABLE task_evaluations (
+    round INTEGER NOT NULL, device TEXT NOT NULL REFERENCES devices,
+    stage TEXT NOT NULL CHECK (stage IN ('before', 'fine_tuned', 'after')), method TEXT NOT NULL,
+    task TEXT NOT NULL, outputs TEXT NOT NULL, samples INTEGER NOT NULL, sums TEXT NOT NULL, new INTEGER NOT NULL,
+    PRIMARY KEY (round, device, stage));
+""",
 }
 """Version -> the statements that upgrade a ledger from the previous version."""
 
@@ -332,6 +339,24 @@ class Evaluation(Row):
     confusion: Confusion
     accuracy: float
     macro_f1: float
+    new: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEvaluation(Row):
+    """Answers of a device without classes to its own test samples. task: its kind. outputs: what is predicted. samples,
+    sums: from which the task's measures follow, each sum with a number for each output. The rest as ``Evaluation``."""
+
+    table = "task_evaluations"
+    key = ("round", "device", "stage")
+    round: int
+    device: str
+    stage: str
+    method: str
+    task: str
+    outputs: tuple[str, ...]
+    samples: int
+    sums: Mapping[str, Any]
     new: bool = False
 
 

@@ -178,7 +178,7 @@ class Fleet:
         model, layout, method = self.config.model, graph.layout, self.method
         pairs = {
             "name": (layout.model, model.name), "input": (layout.input, model.input),
-            "classes": (layout.classes, model.classes),
+            "classes": (layout.classes, model.classes), "task": (layout.task, model.task),
             "options": (schema.plain(layout.options), schema.plain(model.options)),
             "backbone": (layout.backbone, model.backbone),
             "graphs": (set(graph.graphs) >= set(method.graphs), True),
@@ -208,8 +208,8 @@ class Fleet:
         from fleet_core.data import samples  # not needed, nor its memory, by a running server
 
         raw = layout.sample
-        found = samples.load(path, classes=layout.classes, dtype=raw.dtype, shape=raw.shape, fit=raw.fit,
-                             sound_hz=raw.sound_hz)
+        found = samples.load(path, classes=layout.classes or None, dtype=raw.dtype, shape=raw.shape, fit=raw.fit,
+                             sound_hz=raw.sound_hz, outputs=layout.outputs)
         if layout.backbone is None:
             return found
         from fleet_core.backbone.features import of_file
@@ -318,12 +318,32 @@ def _too_few(settings: FleetConfig) -> Iterator[schema.Problem]:
                                              f"{least} or more")
 
 
+def _check_task(settings: FleetConfig, method: Method) -> Iterator[schema.Problem]:
+    """Problems of a fleet whose model answers with no class: methods and settings that need classes."""
+    task, budget = settings.model.task, settings.budget
+    if task is None:
+        return
+    if settings.model.classes:
+        yield schema.Problem("model.classes", f"a model of {task.kind} has no classes: expected []")
+    if method.needs_classes:
+        able = ", ".join(name for name, one in METHODS.items() if not one.needs_classes)
+        yield schema.Problem("fleet.method", f"{method.name} cannot learn {task.kind}: it {method.needs_classes}; "
+                                             f"expected one of {able}")
+    accuracies = {"robust.roll_back": settings.robust.roll_back > 0}
+    accuracies |= {} if budget is None else {"budget.target_accuracy": budget.target_accuracy is not None,
+                                             "budget.patience": budget.patience is not None}
+    for key, given in accuracies.items():
+        if given:
+            yield schema.Problem(key, f"needs accuracies, and a fleet of {task.kind} has none: leave it out")
+
+
 def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
     """(method, hyper-parameters). Raises ConfigError that names the wrong keys."""
     method = METHODS[settings.fleet.method]
     hyper, problems = read_hyper(method, settings.hyper)
     named = [schema.Problem(f"hyper.{p.key}", p.what, p.hint) for p in problems]
     named += [*select_arrays.check(settings.train, method), *robust.check(settings.robust, method)]
+    named += _check_task(settings, method)
     if hyper is not None:
         named += privacy.check(
             settings.privacy, method, hyper, auto=AUTO in (settings.link.up, settings.link.down),

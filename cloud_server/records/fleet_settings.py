@@ -14,6 +14,7 @@ from fleet_core.model.layout import Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 from fleet_core.robust.settings import RobustSection
+from fleet_core.tasks.regression import Regression
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
 SERVE_MIN_CHANGE = 0.001
@@ -54,13 +55,15 @@ class FleetSection:
 @dataclass(frozen=True)
 class ModelSection:
     """name: a named model or ``package.module:build``. classes: names in the order of the labels; they never change.
-    backbone: computes the model's input from raw samples; None for a model that takes raw samples."""
+    backbone: computes the model's input from raw samples; None for a model that takes raw samples. task: what the model
+    answers if it is not one of ``classes``, which are then empty."""
 
     name: str = field(metadata={"max_length": 200})
     input: InputSpec
     classes: tuple[str, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
     backbone: Backbone | None = field(default=None, metadata={"sparse": True})
+    task: Regression | None = field(default=None, metadata={"sparse": True})
 
     @property
     def sample(self) -> InputSpec:

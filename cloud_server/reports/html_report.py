@@ -25,7 +25,7 @@ from cloud_server.figures.formatting import (
 )
 from cloud_server.figures.html_elements import card, cards, heading, page, row, text_table
 from cloud_server.figures.html_style import STYLE
-from cloud_server.figures.scores import Score
+from cloud_server.figures.scores import Score, TaskScore
 from cloud_server.ledger.ledger_sums import Bytes, Joules, PhaseJoules
 from cloud_server.reports import array_tables, codec_tables, cost_tables, html_costs, privacy_tables
 from cloud_server.reports.html_costs import Pricing
@@ -68,7 +68,7 @@ def _heading(run: Result, title: str) -> str:
 def _cards(run: Result) -> str:
     energy = run.totals.energy_j if run.totals else None
     return cards([
-        _evaluated_card("Macro-F1, all evaluated devices", run.evaluated),
+        _task_card(run.task) if run.task else _evaluated_card("Macro-F1, all evaluated devices", run.evaluated),
         _evaluated_card("Macro-F1, new devices", run.new_devices) if run.new_devices else "",
         _byte_card(run),
         card("Energy, all devices", _figure(joules_text(energy)), _energy_origin(energy))
@@ -108,6 +108,12 @@ def _evaluated_card(title: str, evaluated: Pooled | None) -> str:
     return card(title, figure, " → ".join(labels))
 
 
+def _task_card(scores: Mapping[str, TaskScore]) -> str:
+    """The pooled measure of a fleet without classes, after personalization if there is one."""
+    stage, score = list(scores.items())[-1]
+    return card("Error, all evaluated devices", escape(score.text), stage_text(stage, score.method))
+
+
 def _figure(text: str) -> str:
     number, _, unit = text.partition(" ")
     return f'{escape(number)} <span class="unit">{escape(unit)}</span>'
@@ -137,6 +143,8 @@ def _verdict(run: Result) -> str:
 
 
 def _devices(run: Result) -> str:
+    if run.task is not None:
+        return _task(run)
     if not run.personalization:
         return "<h2>Devices</h2><p class='soft'>No device was evaluated in this run.</p>"
     stages = run.stages()
@@ -161,6 +169,23 @@ def _devices(run: Result) -> str:
     )
 
 
+def _task(run: Result) -> str:
+    """The measures of each device, stage and output of a fleet without classes."""
+    groups = [(p.device + " (new)" * p.new, p.task) for p in run.personalization]
+    groups += [("All, pooled", run.task), ("New, pooled", run.task_new_devices)]
+    rows = [
+        (name, stage_text(stage, score.method), output, f"{mae:.4g}",
+         share_text(score.measures.get("r2", {}).get(output)), str(score.samples))
+        for name, scores in groups for stage, score in (scores or {}).items()
+        for output, mae in score.measures.get("mae", {}).items()
+    ]
+    note = ('<p class="note">Mean absolute error in the unit of each output, lower is better; R² is the share of the '
+            "targets' variance that the answers explain, 1 at best. Of each device on its own test samples; pooled: of "
+            "all test samples together.</p>")
+    heads = ("device", "stage", "output", "MAE", "R²", "test samples")
+    return f"<h2>What personalization brought</h2>{note}{text_table(heads, rows)}"
+
+
 def _device_name(device: Personalization) -> str:
     return escape(device.device) + ('<span class="new">new</span>' if device.new else "")
 
@@ -178,10 +203,19 @@ def _curves(run: Result) -> str:
     if not run.rounds:
         return ""
     charts = _accuracy_chart(run.rounds) + _loss_chart(run.rounds)
-    evaluated = any(r.accuracy for r in run.rounds)
+    evaluated = any(r.accuracy or r.task for r in run.rounds)
     note = "" if evaluated else '<p class="note">No round of this run was evaluated.</p>'
     note += f'<p class="note">{escape(cost_tables.folded_text(run))}</p>' if run.folded else ""
-    return f'<h2>Learning</h2><div class="charts">{charts}</div>{note}'
+    return f'<h2>Learning</h2><div class="charts">{charts}</div>{note}{_task_table(run.rounds)}'
+
+
+def _task_table(rounds: Sequence[RoundFigures]) -> str:
+    """MAE and R² of the devices that train, by round and output."""
+    rows = [
+        (str(r.round), output, f"{mae:.4g}", share_text(r.task.measures.get("r2", {}).get(output)))
+        for r in rounds if r.task for output, mae in r.task.measures.get("mae", {}).items()
+    ]
+    return text_table(("round", "output", "MAE", "R²"), rows) if rows else ""
 
 
 def _accuracy_chart(rounds: Sequence[RoundFigures]) -> str:

@@ -27,14 +27,15 @@ from cloud_server.figures.formatting import (
     traffic_text,
 )
 from cloud_server.figures.live_display import Display
-from cloud_server.figures.scores import Score
+from cloud_server.figures.scores import Score, TaskScore
 from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
-from cloud_server.ledger.ledger_tables import Evaluation
+from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
 from cloud_server.reports import array_tables, codec_tables, cost_tables
-from cloud_server.results.result import Result, RoundFigures, Sums, round_figures
+from cloud_server.results.result import Result, RoundFigures, Sums, round_figures, task_score
 from fleet_core.power.meter import WORKING
+from fleet_core.tasks.regression import MEASURE, text_of
 
 SHOWN_DEVICES = 20
 RECENT_ROUNDS = 5  # the remaining time is estimated from these
@@ -43,7 +44,7 @@ TOTAL_ROWS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wi
 
 @dataclass(frozen=True)
 class DeviceLine:
-    """The state of a device. accuracy: its last evaluation. payload: over its whole life."""
+    """The state of a device. accuracy, or task: its last evaluation. payload: over its whole life."""
 
     name: str
     phase: str
@@ -51,6 +52,7 @@ class DeviceLine:
     payload: Bytes | None = None
     energy: Joules | None = None
     new: bool = False
+    task: TaskScore | None = None
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
     """Reads all devices and the rounds of ``_rounds``. This is slow: at most once a second."""
     volume, joules = ledger.volume("device"), ledger.joules("device")
     accuracy = {row.device: row.accuracy for row in ledger.each(Evaluation, stage="after")}
+    predicted = {row.device: row for row in ledger.each(TaskEvaluation, stage="after")}
     devices = tuple(
         DeviceLine(
             name=d.name, phase=phase_of(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,
             payload=volume[d.name].payload if d.name in volume else None,
+            task=task_score([predicted[d.name]] if d.name in predicted else []),
         )
         for d in ledger.devices()
         if d.status == "enrolled"
@@ -86,7 +90,9 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
 
 def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
     """The closed rounds after ``after``, the recent ones for the pace, and the last evaluated one."""
-    last, evaluated = ledger.newest(tables.Round, status="closed"), ledger.newest(Evaluation, stage="after", new=False)
+    last = ledger.newest(tables.Round, status="closed")
+    newest = [ledger.newest(kind, stage="after", new=False) for kind in (Evaluation, TaskEvaluation)]
+    evaluated = max((number for number in newest if number is not None), default=None)
     if last is None:
         return ()
     first = min(after, last - RECENT_ROUNDS) + 1
@@ -145,7 +151,8 @@ class LiveView(Display):
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
         table.add_column("device")
         table.add_column("now")
-        for heading in ("accuracy", "up", "down", "energy"):
+        measure = MEASURE if any(device.task for device in shown) else "accuracy"
+        for heading in (measure, "up", "down", "energy"):
             table.add_column(heading, justify="right")
         for device in shown:
             table.add_row(*map(Text, _device_cells(device)))
@@ -161,7 +168,7 @@ class LiveView(Display):
         in_flight = f"round {now.open_round} in flight: {now.received}/{now.cohort} updates"
         lines = [in_flight if now.open_round is not None else "no round in flight"]
         lines.append("  ".join(_figures(last)) if last else "no round closed yet")
-        evaluated = next((r for r in reversed(now.rounds) if r.accuracy), None)
+        evaluated = next((r for r in reversed(now.rounds) if r.accuracy or r.task), None)
         if evaluated and evaluated is not last:
             lines.append(f"{_accuracy(evaluated)} after round {evaluated.round}")
         return Group(head, *map(Text, lines))
@@ -205,6 +212,8 @@ def _figures(closed: RoundFigures) -> list[str]:
 
 
 def _accuracy(closed: RoundFigures) -> str:
+    if closed.task is not None:
+        return closed.task.text
     if closed.accuracy is None:
         return ""
     of = closed.accuracy
@@ -224,12 +233,15 @@ def _device_cells(device: DeviceLine) -> tuple[str, ...]:
     moved = device.payload
     return (
         plain_text(device.name) + (" (new)" if device.new else ""), plain_text(device.phase)[:60],
-        share_text(device.accuracy), bytes_text(moved.up) if moved else ABSENT,
+        share_text(device.accuracy) if device.task is None else text_of(device.task.measures.get("mae", {})),
+        bytes_text(moved.up) if moved else ABSENT,
         bytes_text(moved.down) if moved else ABSENT, joules_text(device.energy),
     )  # fmt: skip
 
 
 def _devices_block(result: Result) -> str:
+    if result.task is not None:
+        return _task_block(result)
     stages = result.stages()
     if not stages:
         return "no device was evaluated in this run"
@@ -244,6 +256,17 @@ def _devices_block(result: Result) -> str:
     table = [_cells(plain_text(name), map(_score_text, scores), first, widths) for name, scores in rows]
     foot = [_cells(name, map(_score_text, scores), first, widths) for name, scores in sums]
     return "\n".join([*head, rule, *table, *([rule, *foot] if foot else [])])
+
+
+def _task_block(result: Result) -> str:
+    """The measures of each device and stage, a line each."""
+    rows = [(p.device + " (new)" * p.new, p.task) for p in result.personalization]
+    rows += [("all, pooled", result.task), ("new, pooled", result.task_new_devices)]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        f"{plain_text(name):<{width}}  {stage_text(stage, score.method):<14}  {score.whole_text}"
+        for name, scores in rows for stage, score in (scores or {}).items()
+    )
 
 
 def _cells(name: str, cells: Iterable[str], first: int, widths: Sequence[int]) -> str:

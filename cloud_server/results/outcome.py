@@ -18,6 +18,7 @@ from fleet_core.base import schema, storage
 from fleet_core.base.errors import StateError
 from fleet_core.base.processes import typed
 
+MEASURES = {"mae": "MAE", "r2": "R²"}
 SIMULATION = "simulation"
 MAX_RESULT_BYTES = 1 << 28
 
@@ -86,7 +87,8 @@ class Figure:
 def differences(here: Result, there: Result) -> list[Figure]:
     """The figures that either run has: scores, loss, bytes, operations, joules, seconds, and each device's accuracy."""
     ours, theirs = dict(_figures(here)), dict(_figures(there))
-    found = [Figure(what, ours[what][0], theirs[what][0], ours[what][1], ours[what][1] is share_text) for what in ours]
+    found = [Figure(what, ours.get(what, (None,))[0], theirs.get(what, (None,))[0], text, text is share_text)
+             for what, (_, text) in {**theirs, **ours}.items()]
     of = {one.device: one.after.accuracy for one in here.personalization if one.after}
     other = {one.device: one.after.accuracy for one in there.personalization if one.after}
     found += [Figure(f"accuracy of {name}", of.get(name), other.get(name), share_text, share=True)
@@ -100,6 +102,9 @@ def _figures(run: Result) -> Iterator[tuple[str, tuple[float | None, Callable[[f
         yield f"accuracy before personalization, {who}", (None if before is None else before.accuracy, share_text)
         yield f"accuracy, {who}", (None if pooled is None else pooled.accuracy, share_text)
         yield f"macro-F1, {who}", (None if pooled is None else pooled.macro_f1, share_text)
+    for measure, by_output in (run.task["after"].measures if run.task and "after" in run.task else {}).items():
+        for output, value in by_output.items():
+            yield f"{MEASURES.get(measure, measure)} of {output}, all devices", (value, "{:.4g}".format)
     yield "rounds", (run.closed, "{:.0f}".format)
     yield "training loss of the last round", (run.rounds[-1].loss if run.rounds else None, "{:.4g}".format)
     sums = run.totals

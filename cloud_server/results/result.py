@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.figures.scores import AMOUNT, SHARE, Score, confusion_accuracy, counts, macro_f1
+from cloud_server.figures.scores import AMOUNT, SHARE, Score, TaskScore, confusion_accuracy, counts, macro_f1
 from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
-from cloud_server.ledger.ledger_tables import STAGES, Evaluation
+from cloud_server.ledger.ledger_tables import STAGES, Evaluation, TaskEvaluation
 from cloud_server.results import device_costs, folded, round_choices
 from cloud_server.results import verdict as verdicts
 from cloud_server.results.device_costs import DeviceCosts
@@ -30,6 +30,7 @@ from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
+from fleet_core.tasks import regression
 
 FORMAT = 1
 PACKAGES = (
@@ -60,7 +61,8 @@ class Pooled(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """A closed round. accuracy, macro_f1 (pooled): those of the devices that train, in evaluated rounds.
+    """A closed round. accuracy, macro_f1 (pooled), or task (pooled): those of the devices that train, in evaluated
+    rounds.
 
     asked: number of devices in the cohort. participants: number of devices whose update was counted. skipped: number of
     participants whose update was too small to send; None if there are none. refused: number of refused updates.
@@ -76,6 +78,7 @@ class RoundFigures:
     asked: int | None = field(default=None, metadata=AMOUNT)
     accuracy: Spread | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
+    task: TaskScore | None = None
     loss: float | None = None
     models_transmitted: float | None = field(default=None, metadata=AMOUNT)
     payload_bytes: Bytes | None = None
@@ -91,13 +94,14 @@ class RoundFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Personalization:
-    """One evaluated device. new: it did not train."""
+    """One evaluated device. new: it did not train. task: of a fleet without classes: stage -> score."""
 
     device: str
     new: bool
     before: Score | None = None
     fine_tuned: Score | None = None
     after: Score | None = None
+    task: Mapping[str, TaskScore] | None = None
 
     def at(self, stage: str) -> Score | None:
         return {"before": self.before, "fine_tuned": self.fine_tuned, "after": self.after}[stage]
@@ -134,6 +138,8 @@ class Result:
     personalization: tuple[Personalization, ...]
     evaluated: Pooled | None = field(default=None, metadata={"was": "judged"})
     new_devices: Pooled | None = None
+    task: Mapping[str, TaskScore] | None = None
+    task_new_devices: Mapping[str, TaskScore] | None = None
     totals: Sums | None = None
     verdict: Verdict | None = None
     costs: tuple[DeviceCosts, ...] = ()
@@ -189,6 +195,9 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     evaluated: dict[int, list[Evaluation]] = {}
     for row in ledger.each(Evaluation, within, stage="after", new=False):
         evaluated.setdefault(row.round, []).append(row)
+    predicted: dict[int, list[TaskEvaluation]] = {}
+    for one in ledger.each(TaskEvaluation, within, stage="after", new=False):
+        predicted.setdefault(one.round, []).append(one)
     codecs, arrays = round_choices.codecs(ledger, within), round_choices.arrays(ledger, within)
     private = round_choices.privacy(ledger, within)
     figures = []
@@ -201,7 +210,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
             accuracy=_spread([j.accuracy for j in evaluated.get(r.round, ())]), codecs=codecs.get(r.round),
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
-            arrays=arrays.get(r.round), privacy=private.get(r.round),
+            arrays=arrays.get(r.round), privacy=private.get(r.round), task=task_score(predicted.get(r.round, ())),
         ))  # fmt: skip
     return tuple(figures)
 
@@ -216,15 +225,20 @@ def build(
     the same test samples, before and after fine-tuning; they replace the ledger's rows of these stages.
     """
     latest = _latest(ledger, baseline, baseline_method)
-    devices = ledger.devices()
+    devices, predicted = ledger.devices(), latest_of_task(ledger)
     return Result(
         format=FORMAT, method=method, seed=seed, config=config, environment=environment(),
         devices=sum(not d.new for d in devices), rounds=round_figures(ledger),
         personalization=tuple(
-            Personalization(device=name, new=any(j.new for j in stages.values()),
-                            **{stage: _score(j) for stage, j in stages.items()})
+            Personalization(device=name, new=any(j.new for j in stages.values()), before=_score(stages.get("before")),
+                            fine_tuned=_score(stages.get("fine_tuned")), after=_score(stages.get("after")))
             for name, stages in sorted(latest.items())
+        ) + tuple(
+            Personalization(device=name, new=any(one.new for one in stages.values()), task=_by_stage([stages]))
+            for name, stages in sorted(predicted.items())
         ),
+        task=_by_stage(predicted.values()),
+        task_new_devices=_by_stage([s for s in predicted.values() if any(one.new for one in s.values())]),
         evaluated=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
         costs=device_costs.of_ledger(ledger), folded=folded.of_ledger(ledger),
@@ -315,8 +329,42 @@ def _pooled(latest: Mapping[str, Mapping[str, Evaluation]]) -> Pooled | None:
     )
 
 
-def _score(row: Evaluation) -> Score:
-    return Score(accuracy=row.accuracy, macro_f1=row.macro_f1, method=row.method)
+def latest_of_task(ledger: Ledger) -> dict[str, dict[str, TaskEvaluation]]:
+    """Device -> stage -> its last evaluation, of a fleet without classes."""
+    latest: dict[str, dict[str, TaskEvaluation]] = {}
+    for row in ledger.rows(TaskEvaluation):
+        latest.setdefault(row.device, {})[row.stage] = row
+    return latest
+
+
+def task_scores(ledger: Ledger) -> dict[str, TaskScore]:
+    """Stage -> pooled score of the devices' last evaluations; empty for a fleet with classes."""
+    return _by_stage(latest_of_task(ledger).values()) or {}
+
+
+def task_score(rows: Sequence[TaskEvaluation]) -> TaskScore | None:
+    """The pooled score of these rows; None without any."""
+    if not rows:
+        return None
+    outputs = rows[0].outputs
+    errors = regression.of_sums(outputs, [(row.samples, row.sums) for row in rows])
+    methods = {row.method for row in rows}
+    return TaskScore(task=rows[0].task, samples=errors.count, measures=regression.measures(outputs, errors),
+                     method=methods.pop() if len(methods) == 1 else None)
+
+
+def _by_stage(devices: Iterable[Mapping[str, TaskEvaluation]]) -> dict[str, TaskScore] | None:
+    """Stage -> score pooled over the devices that were evaluated after personalization, or over all if none was, of
+    the stages that all of these have; None without any."""
+    every = list(devices)
+    held = [one for one in every if "after" in one] or every
+    found = {stage: task_score([one[stage] for one in held]) for stage in STAGES
+             if held and all(stage in one for one in held)}
+    return {stage: score for stage, score in found.items() if score is not None} or None
+
+
+def _score(row: Evaluation | None) -> Score | None:
+    return None if row is None else Score(accuracy=row.accuracy, macro_f1=row.macro_f1, method=row.method)
 
 
 def _spread(accuracies: Sequence[float]) -> Spread | None:

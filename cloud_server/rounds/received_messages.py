@@ -8,11 +8,12 @@ from cloud_server.broadcast.delta_chain import Holder
 from cloud_server.results import evaluations
 from cloud_server.rounds.aggregator_parts import Parts
 from cloud_server.rounds.operator_requests import OperatorRequests
-from fleet_core.base.errors import MessageError
+from fleet_core.base.errors import DataError, MessageError
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report
 from fleet_core.protocol.round_messages import WHOLE, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.secure_messages import KEYS, REVEALED, SHARES
+from fleet_core.tasks.regression import Regression
 
 MAX_OFFER_BYTES = 1 << 26
 
@@ -101,7 +102,7 @@ class DeviceMessages:
             self._tell_fate(device, report.pending)
         with self._ledger.transaction(durable=False):  # all or nothing
             self._parts.costs.report(device, report)
-            evaluations.record(self._ledger, device, report)
+            evaluations.record(self._ledger, device, report, self._parts.layout.task)
         if report.evaluations and report.evaluated_round is not None:
             self._parts.budget.evaluated(report.evaluated_round)
             self._parts.roll_backs.evaluated()
@@ -116,6 +117,9 @@ class DeviceMessages:
     def _check(self, device: str, report: Report) -> None:
         if report.round > self._closed + 1 or (report.evaluated_round or 0) > self._closed:
             raise MessageError(f"a report of round {report.round}, evaluated {report.evaluated_round}", where=device)
+        task = self._parts.layout.task
+        if task is not None:
+            return _check_sums(report, device, task)
         size = len(self._parts.layout.classes)
         if any(len(rows) != size for e in report.evaluations for rows in (e.confusion, *e.confusion)):
             raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")
@@ -148,6 +152,17 @@ class DeviceMessages:
         if pending.round <= self._closed:
             counted = self._parts.receiver.was_counted(device, pending.round, pending.id)
             self._parts.messages.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))
+
+
+def _check_sums(report: Report, device: str, task: Regression) -> None:
+    """Raises MessageError for evaluations that are not of this task."""
+    if report.alone is not None:
+        raise MessageError("a baseline of classes", where=device, expected=f"none: the fleet's task is {task.kind}")
+    for one in report.evaluations:
+        try:
+            task.errors(one.samples, one.sums or {})
+        except DataError as error:
+            raise MessageError(error.what, where=device, expected=error.expected) from error
 
 
 def _check_alone(alone: Alone, device: str, size: int) -> None:

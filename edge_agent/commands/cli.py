@@ -110,7 +110,9 @@ def _local(root: Parser) -> None:
 def _samples(group: Parser) -> None:
     one = group.command("add", "Add labelled samples to the device's own; the next personalization uses them.", add)
     one.add_argument("file", metavar="FILE", type=Path, help=INPUT)
-    one.add_argument("--label", required=True, help="the class of the samples")
+    one.add_argument("--label", help="the class of the samples")
+    one.add_argument("--target", metavar="NUMBER,…", help="of a fleet that predicts numbers: those of all samples; "
+                     "default: the file has them for each")
     one.add_argument("--new-class", action="store_true",
                      help="the class is this device's own; the fleet does not have it")
     home(one)
@@ -207,7 +209,7 @@ def sources(given: Namespace) -> None:
 def add(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.add(given.file, given.label, given.home, new_class=given.new_class)
+    device_commands.add(given.file, given.label, given.home, new_class=given.new_class, target=given.target)
 
 
 def list_samples(given: Namespace) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from edge_agent.device.local_samples import few_labels
 from edge_agent.device.slots import Slots
@@ -16,11 +19,13 @@ from edge_agent.inference import drift
 from edge_agent.inference.personalization import Personalization
 from edge_agent.inference.personalizers import EMBEDS
 from edge_agent.inference.service import Service, service_of
+from edge_agent.inference.worse_model_check import HeldBack
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import CodecError, ConfigError, DataError, StateError
 from fleet_core.board.device_settings import Personalize, Settings, settings_of
-from fleet_core.data import unlabelled
+from fleet_core.data import samples, unlabelled
 from fleet_core.protocol.device_messages import Answer
+from fleet_core.tasks.regression import Regression
 
 
 def status(home: Path, as_json: bool) -> None:
@@ -93,7 +98,7 @@ def personalize(
     service = service_of(home, settings)
     with _explained_mismatch(home):
         choice = _choice(service.slots.choice() or settings.personalize, by, steps, rate, int8)
-        before = _accuracy_before(service)
+        before = _before(service)
         done = relearn.personalize(service, choice)
         if choice is not None:
             with service.slots.writing():
@@ -105,20 +110,23 @@ def personalize(
     }
     if done.auto:
         facts["auto"] = done.auto
-    after = service.held_back_accuracy()
+    after = service.held_back()
     if after is not None:
-        facts["held_back"] = {"samples": after[0], "accuracy": after[1],
-                              "before": None if before is None else before[1]}
+        facts["held_back"] = {"samples": after.samples, **after.figures, "before": None if before is None else
+                              before.figures.get("accuracy", dict(before.figures))}
     if as_json:
         return terminal.show(facts)
-    _print_personalized(facts)
+    then = "" if before is None else f", {before.text} before"
+    _print_personalized(facts, "" if after is None else
+                        f"{after.measure} on {after.samples} held-back samples: {after.text}{then}")
 
 
-def _print_personalized(facts: dict[str, Any]) -> None:
+def _print_personalized(facts: dict[str, Any], evaluated: str) -> None:
+    """evaluated: a line about the held-back samples, or empty."""
     number, available = facts["samples"], facts["samples_there"]
     classes = ", ".join(f"{name} {n}" for name, n in facts["per_class"].items())
     of = f" of {available}" if available > number else ""
-    on = f" on {number}{of} samples ({classes})" if number else ""
+    on = f" on {number}{of} samples" + f" ({classes})" * bool(classes) if number else ""
     graph = ", embedded in int8" if facts["graph"] == "embed-int8" else ""
     print(f"personalized by {facts['personalization']}{on}{graph}, meta-model of round {facts['round']}")
     if "auto" in facts:
@@ -126,10 +134,8 @@ def _print_personalized(facts: dict[str, Any]) -> None:
     if facts["left_out"]:
         print(f"{facts['left_out']} samples of this device's own classes are left out: this personalizer cannot learn "
               "them")
-    evaluated = facts.get("held_back")
     if evaluated:
-        before = "" if evaluated["before"] is None else f", {evaluated['before']:.3f} before"
-        print(f"accuracy on {evaluated['samples']} held-back samples: {evaluated['accuracy']:.3f}{before}")
+        print(evaluated)
     few = few_labels(facts["per_class"]) if facts["personalization"] in EMBEDS else ""
     if few:
         processes.say(few)
@@ -150,28 +156,38 @@ def _choice(
     return choice
 
 
-def _accuracy_before(service: Service) -> tuple[int, float] | None:
-    """(number of held-back samples, accuracy on them) before the command; None if no model answers."""
+def _before(service: Service) -> HeldBack | None:
+    """How the previous model answers the held-back samples; None if no model answers."""
     try:
         service.restore()
     except (StateError, ConfigError, DataError):
         return None
-    return service.held_back_accuracy()
+    return service.held_back()
 
 
 def predict(inputs: Path, home: Path, as_json: bool) -> None:
     """Prints the answers to raw samples."""
     service = _restored_service(home)
     stride = settings_of(home).data.stride
-    answer = service.answers(unlabelled.load(inputs, service.layout.sample, stride=stride, say=processes.say))
+    layout = service.layout
+    answer = service.answers(unlabelled.load(inputs, layout.sample, stride=stride, say=processes.say,
+                                             outputs=layout.outputs))
     classes = answer.classes or service.layout.classes
     if as_json:
         return terminal.show(schema.plain(answer))
+    if answer.outputs:
+        numbers = [(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)]
+        terminal.table(numbers, ("sample", *answer.outputs))
+        return _say_model(answer)
     rows = [
         (str(n), label + _mark(answer, n), " ".join(f"{name} {p:.3f}" for name, p in zip(classes, row, strict=True)))
         for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))
     ]
     terminal.table(rows, ("sample", "answer", "probabilities"))
+    _say_model(answer)
+
+
+def _say_model(answer: Answer) -> None:
     processes.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}, "
                 f"graph: {answer.graph}")
 
@@ -202,13 +218,20 @@ def _explained_mismatch(home: Path) -> Iterator[None]:
         ) from error
 
 
-def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
-    """Adds labelled samples; the next personalization uses them."""
+def add(file: Path, label: str | None, home: Path, *, new_class: bool, target: str | None = None) -> None:
+    """Adds samples with their class, or with targets; the next personalization uses them. target: numbers for all of
+    them; None: the file has some for each. Raises ConfigError, DataError, StateError."""
     from edge_agent.inference import relearn
 
     settings = settings_of(home)
     service = service_of(home, settings)
     service.known_classes()
+    task = service.layout.task
+    if task is not None and label is None:
+        return _add_targets(file, target, service, task, settings.data.stride)
+    if label is None or target is not None:
+        raise ConfigError("this fleet has classes, not numbers to predict" if target else "the samples have no class",
+                          expected="--label CLASS")
     relearn.check_labels(service, [label], new=new_class)
     x = unlabelled.load(file, service.layout.sample, stride=settings.data.stride, say=processes.say)
     with service.slots.writing():
@@ -216,15 +239,44 @@ def add(file: Path, label: str, home: Path, *, new_class: bool) -> None:
     print(f"{len(x)} samples of class {label} added, {total} added by now")
 
 
+def _add_targets(file: Path, target: str | None, service: Service, task: Regression, stride: int | None) -> None:
+    raw = service.layout.sample
+    if target is None:
+        given = samples.load(file, dtype=raw.dtype, shape=raw.shape, stride=stride, fit=raw.fit, sound_hz=raw.sound_hz,
+                             outputs=task.outputs)
+        x, y = given.x, given.y
+        for note in given.notes:
+            processes.say(note)
+    else:
+        x = unlabelled.load(file, raw, stride=stride, say=processes.say, outputs=task.outputs)
+        y = np.tile(_numbers(target, task), (len(x), 1))
+    with service.slots.writing():
+        total = service.local().add_targets(x, y)
+    print(f"{len(x)} samples with {', '.join(task.outputs)} added, {total} added by now")
+
+
+def _numbers(target: str, task: Regression) -> list[float]:
+    """Raises ConfigError unless ``target`` is a finite number for each output."""
+    expected = f"{len(task.outputs)} numbers: {', '.join(task.outputs[:20])}"
+    try:
+        found = [float(part) for part in target.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected=expected) from error
+    if len(found) != len(task.outputs) or not all(map(math.isfinite, found)):
+        raise ConfigError(f"'{target[:80]}'", where="--target", expected=expected)
+    return found
+
+
 def list_samples(home: Path, as_json: bool) -> None:
-    """Prints the number of samples of each class: recorded, held back, added."""
+    """Prints the number of samples, of each class if there are any: recorded, held back, added."""
     service = service_of(home, settings_of(home))
     service.known_classes()
     counts = service.local().counts(processes.say)
+    begin = 0 if service.layout.task is None else 1  # samples with targets have no classes
+    names, rows = ("class", "recorded", "held_back", "added")[begin:], [row[begin:] for row in counts]
     if as_json:
-        names = ("class", "recorded", "held_back", "added")
-        return terminal.show([dict(zip(names, row, strict=True)) for row in counts])
-    terminal.table([tuple(map(str, row)) for row in counts], ("class", "recorded", "held back", "added"))
+        return terminal.show([dict(zip(names, row, strict=True)) for row in rows])
+    terminal.table([tuple(map(str, row)) for row in rows], tuple(name.replace("_", " ") for name in names))
 
 
 def drop(home: Path, number: int) -> None:

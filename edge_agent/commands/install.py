@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from edge_agent.device.fleet_keys import ring_of
 from edge_agent.device.local_samples import features_of
@@ -22,7 +23,7 @@ from edge_agent.inference import bundle_check, relearn
 from edge_agent.inference.bundle_check import Passed
 from edge_agent.inference.relearn import Personalized
 from edge_agent.inference.service import Service, service_of
-from edge_agent.inference.worse_model_check import MIN_HELD_BACK, WORSE_BY
+from edge_agent.inference.worse_model_check import WORSE_BY, HeldBack, why_worse
 from fleet_core.base import config, schema, storage, terminal
 from fleet_core.base.errors import ConfigError, FleetError, StateError
 from fleet_core.board.device_settings import NAME, Settings, settings_of
@@ -37,15 +38,15 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Installed:
-    """personalized: None if it was not personalized; ``left`` says why. before, after: accuracy on the held-back
-    samples, None if nothing answered or nothing is held back."""
+    """personalized: None if it was not personalized; ``left`` says why. before, after: on the held-back samples, None
+    if nothing answered or nothing is held back."""
 
     bundle: Bundle
     passed: Passed
     personalized: Personalized | None
     left: str
-    before: float | None
-    after: float | None
+    before: HeldBack | None
+    after: HeldBack | None
 
 
 def install(path: Path, home: Path, name: str | None = None, *, unsigned: bool = False) -> Installed:
@@ -107,20 +108,20 @@ def _switched(bundle: Bundle, passed: Passed, home: Path, settings: Settings) ->
     switching back if the answers got worse."""
     state = DeviceState(home)
     state.check_formats()
-    slots, before = Slots(state), _accuracy(service_of(home, settings))
+    slots, before = Slots(state), _held_back(service_of(home, settings))
     with slots.writing():
         pointer = slots.pointer()
         _stage(bundle, state, slots)
         slots.point(replace(pointer, slot=slots.other(), rolled_back=None))
     personalized, left = _personalized(service_of(home, settings))
-    after = _accuracy(service_of(home, settings))
-    why = _why_worse(before, after, settings.serve.worse_by)
+    after = _held_back(service_of(home, settings))
+    why = why_worse(after, before, settings.serve.worse_by)
     if why:
         model = bundle.manifest.model
         with slots.writing():
             slots.point(replace(pointer, rolled_back=RolledBack(model.id, model.round, why)))
         raise StateError(f"{why}: the device keeps its former model", where=str(home), hint=WORSE_BY)
-    return Installed(bundle, passed, personalized, left, *(None if h is None else h[1] for h in (before, after)))
+    return Installed(bundle, passed, personalized, left, before, after)
 
 
 def _stage(bundle: Bundle, state: DeviceState, slots: Slots) -> None:
@@ -147,19 +148,18 @@ def _personalized(service: Service) -> tuple[Personalized | None, str]:
         return None, str(error).replace("\n", "; ")
 
 
-def _accuracy(service: Service) -> tuple[int, float] | None:
-    """(held-back samples, accuracy) of the model that answers; None if nothing answers or nothing is held back."""
+def _held_back(service: Service) -> HeldBack | None:
+    """As ``Service.held_back``, of the model that is stored."""
     try:
         service.restore()
     except FleetError:
         return None
-    return service.held_back_accuracy()
+    return service.held_back()
 
 
-def _why_worse(before: tuple[int, float] | None, after: tuple[int, float] | None, worse_by: float) -> str:
-    if before is None or after is None or after[0] < MIN_HELD_BACK or before[1] - after[1] <= worse_by:
-        return ""
-    return f"accuracy {after[1]:.3f} on {after[0]} held-back samples, {before[1]:.3f} before"
+def _plain(found: HeldBack | None) -> Any:
+    """An accuracy alone, or all figures of a task."""
+    return None if found is None else found.figures.get("accuracy", dict(found.figures))
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def command(path: Path, home: Path, name: str | None, as_json: bool, *, unsigned
         "fleet": manifest.fleet, "method": manifest.method.name, "round": manifest.model.round,
         "model": manifest.model.id, "signed": done.bundle.signed, "passed": schema.plain(done.passed),
         "personalized": None if personalized is None else schema.plain(personalized), "left": done.left,
-        "held_back": {"before": done.before, "after": done.after},
+        "held_back": {"before": _plain(done.before), "after": _plain(done.after)},
     }  # fmt: skip
     if as_json:
         return terminal.show(facts)
@@ -184,5 +184,5 @@ def command(path: Path, home: Path, name: str | None, as_json: bool, *, unsigned
     else:
         print(f"personalized by {personalized.how} on {personalized.samples} samples")
     if done.after is not None:
-        before = "" if done.before is None else f", {done.before:.3f} before"
-        print(f"accuracy on the held-back samples: {done.after:.3f}{before}")
+        before = "" if done.before is None else f", {done.before.text} before"
+        print(f"{done.after.measure} on the held-back samples: {done.after.text}{before}")

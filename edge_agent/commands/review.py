@@ -36,7 +36,7 @@ def review(
         terminal.show([one.plain for one in found])
     elif not found:
         print("no unlabelled samples; a [[source]] in device.toml stores them, or a program with edge_agent.Device.add")
-    elif sys.stdin.isatty() and sys.stdout.isatty():
+    elif device.classes and sys.stdin.isatty() and sys.stdout.isatty():
         _ask(device, found, new_class)
     else:
         terminal.table([(one.id, terminal.date(one.time), likely(one)) for one in found], ("id", "time", "answer"))
@@ -62,9 +62,11 @@ def _ask(device: Device, found: list[UnlabelledSample], new_class: bool) -> None
 
 
 def likely(one: UnlabelledSample) -> str:
-    """The most probable classes; empty without an answer."""
+    """The most probable classes, or the numbers; empty without an answer."""
     if one.answer is None:
         return ""
+    if one.answer.values:
+        return ", ".join(f"{name} {value:.6g}" for name, value in one.answer.values.items())
     ordered = sorted(one.answer.probabilities.items(), key=lambda item: -item[1])[:LIKELY]
     return ", ".join(f"{name} {share:.0%}" for name, share in ordered) + (", unknown" if one.answer.unknown else "")
 

@@ -4,7 +4,7 @@ Its peak memory is freed when it ends. Like the trainer (``worker``) it reads a 
 result on standard output. It reads weights, graph and samples from the device's folder, and sends the adapted weights
 through the pipe.
 
-It uses at most ``MAX_SUPPORT`` samples: about as many of each class, spread evenly over the recording.
+It uses at most ``MAX_SUPPORT`` samples, spread evenly over the recording: about as many of each class.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def after_steps(graph: Graph, weights: Weights, support: Samples, steps: int, ra
     take_steps = open_steps(graph.adapt, params)
     lr = {} if info.rates else {"lr": np.array(rate, np.float32)}
     _check_samples(graph, support)
-    adapted = take_steps({"support_x": support.x, "support_y": support.y, "steps": np.array(steps, np.int64), **lr})
+    y = graph.layout.truths(support.y)
+    adapted = take_steps({"support_x": support.x, "support_y": y, "steps": np.array(steps, np.int64), **lr})
     if not all(np.isfinite(array).all() for array in adapted.values()):
         raise DataError(f"{steps} gradient steps diverged on these samples", hint="fewer steps, or a smaller rate")
     return {**storage.flatten(trees.only(params, MODEL_GROUPS)), **adapted}

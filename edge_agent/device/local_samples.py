@@ -22,6 +22,7 @@ from fleet_core.data import samples, time_split
 from fleet_core.data.prepare import prepared
 from fleet_core.data.samples import Samples
 from fleet_core.model.layout import Layout
+from fleet_core.tasks.regression import Regression
 
 if TYPE_CHECKING:
     from fleet_core.backbone.features import Features
@@ -71,6 +72,7 @@ class LocalData:
     stride: of windows that are cut from a file of readings.
     fit: how images of another size are brought to ``shape``. sound_hz: rate of sound, if samples are made of it.
     features: turns raw samples into the model's input; None for a model that takes raw samples.
+    task: what is predicted, if it is not one of ``classes``; samples then have targets.
     """
 
     path: Path
@@ -83,6 +85,7 @@ class LocalData:
     fit: str = "refuse"
     sound_hz: int = 0
     features: Features | None = None
+    task: Regression | None = None
 
     @staticmethod
     def of(home: Path, file: str, layout: Layout, table: Mapping[str, Any]) -> LocalData:
@@ -91,7 +94,7 @@ class LocalData:
         split, raw = {key: table[key] for key in SPLIT if key in table}, layout.sample
         split["stride"] = split.get("stride") or raw.stride or None
         return LocalData(home / file, layout.classes, raw.dtype, shape=tuple(raw.shape), fit=raw.fit,
-                         sound_hz=raw.sound_hz, features=features_of(home, layout), **split)
+                         sound_hz=raw.sound_hz, features=features_of(home, layout), task=layout.task, **split)
 
     def split(self) -> dict[str, Any]:
         """How the file is split by time and cut into windows, as plain values."""
@@ -109,6 +112,8 @@ class LocalData:
         """The samples of the fleet's classes to learn from: training and gradient steps use these. Raises DataError if
         there are none."""
         every = self.every()
+        if self.task is not None:
+            return every
         own = every.take(every.y < len(self.classes))
         if not len(own):
             raise DataError(
@@ -125,7 +130,12 @@ class LocalData:
             raise DataError("there are no samples yet", where=str(self.path), hint=self._hint_without_samples())
         x = np.concatenate([part.x.astype(parts[0].x.dtype) for part in parts])
         y = np.concatenate([part.y for part in parts])
-        return self._as_input(Samples(x, y, classes=names, notes=parts[0].notes))
+        return self._as_input(Samples(x, y, classes=names or None, notes=parts[0].notes, outputs=self.outputs))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the targets; empty for classes."""
+        return () if self.task is None else self.task.outputs
 
     def _hint_without_samples(self) -> str:
         """Names a file of samples in the same folder, if there is one."""
@@ -142,6 +152,11 @@ class LocalData:
     def _as_input(self, raw: Samples) -> Samples:
         """``raw`` as the model takes them."""
         return raw if self.features is None or not len(raw) else self.features.samples(raw)
+
+    def add_targets(self, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> int:
+        """Stores samples [n, *shape] with their targets [n, K] in the user's unit; returns how many are stored there.
+        Raises DataError, StateError."""
+        return len(samples.append(self.added_path, Samples(x, np.asarray(y, np.float64), outputs=self.outputs)))
 
     def add(self, x: np.ndarray[tuple[int, ...], np.dtype[np.generic]], labels: Sequence[str]) -> int:
         """Stores samples [n, *shape] with their class names beside the recording; returns how many are stored there.
@@ -164,6 +179,8 @@ class LocalData:
         """(added samples, names of all classes)."""
         if not self.added_path.exists():
             return None, self.classes
+        if self.task is not None:
+            return samples.load(self.added_path, dtype=self.dtype, outputs=self.outputs), ()
         added = samples.load(self.added_path, dtype=self.dtype)
         names = tuple(dict.fromkeys((*self.classes, *(added.classes or ()))))
         if added.classes is None or added.classes == names:
@@ -199,18 +216,23 @@ class LocalData:
         """Stores ``kept`` as the only added samples, without own classes that have no sample left."""
         if not len(kept):
             return self.added_path.unlink()
+        if self.task is not None:
+            return samples.save(self.added_path, kept)
         names, fleet = kept.classes or (), len(self.classes)
         used = [k for k in range(len(names)) if k < fleet or (kept.y == k).any()]
         y = np.searchsorted(np.array(used), kept.y)
         samples.save(self.added_path, Samples(kept.x, y, classes=tuple(names[k] for k in used)))
 
     def counts(self, say: Callable[[str], None] = lambda note: None) -> list[tuple[str, int, int, int]]:
-        """(class, recorded samples to learn from, recorded and held back, added) of each class. say: receives the notes
-        of reading the recording."""
+        """(class, recorded samples to learn from, recorded and held back, added) of each class, or of all samples with
+        targets. say: receives the notes of reading the recording."""
         added, names = self._load_added()
         recorded = self._recorded() if self.path.exists() else (None, None)
         for note in () if recorded[0] is None else recorded[0].notes:
             say(note)
+        if self.task is not None:
+            numbers = [0 if part is None else len(part) for part in (*recorded, added)]
+            return [("all", numbers[0], numbers[1], numbers[2])]
         to_learn, held_back, by_hand = (
             [0] * len(names) if part is None else np.bincount(part.y, minlength=len(names)).tolist()
             for part in (*recorded, added)
@@ -229,7 +251,7 @@ class LocalData:
     def _recorded(self) -> tuple[Samples, Samples]:
         """(samples to learn from, held-back samples)."""
         everything = samples.load(
-            self.path, classes=self.classes, dtype=self.dtype, shape=self.shape, stride=self.stride, fit=self.fit,
-            sound_hz=self.sound_hz,
+            self.path, classes=self.classes or None, dtype=self.dtype, shape=self.shape, stride=self.stride,
+            fit=self.fit, sound_hz=self.sound_hz, outputs=self.outputs or None,
         )
         return time_split.learned(everything, self.train_fraction, self.support_seconds)

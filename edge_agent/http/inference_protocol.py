@@ -5,12 +5,14 @@ are no sockets here.
 
 One model, named as the fleet; its version is the round of the served model. One input ``x``, raw samples. Outputs:
 ``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
-classes. An answer's parameters name its round, model and personalization.
+classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], whose names are in the metadata. An
+answer's parameters name its round, model and personalization.
 
-Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, and
-personalizes at once. A label that is no class is refused, unless the request's parameter ``new_classes`` is true.
-``GET /v2/models/NAME/unlabelled`` lists stored samples without a label, ``GET /v2/models/NAME/unlabelled/ID`` is one of
-them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its ``label``.
+Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, or ``target``
+FP32 [n, K], and personalizes at once. A label that is no class is refused, unless the request's parameter
+``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label, ``GET
+/v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
+``label``.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ NOT_READY = "no model has been served to this device yet"
 class Facts:
     """The model that answers now. shape, dtype: of one raw sample. unknown: whether unknown classes are detected.
     graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples. spec: of the
-    model's input, if other shapes are taken too."""
+    model's input, if other shapes are taken too. values: names of the numbers of a fleet that predicts numbers."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -59,6 +61,7 @@ class Facts:
     graph: str = ""
     ready: bool = True
     spec: InputSpec | None = None
+    values: tuple[str, ...] = ()
 
 
 class Model(typing.Protocol):
@@ -73,8 +76,8 @@ class Model(typing.Protocol):
     def answer(self, x: Array) -> Answer:
         """Raises FleetError."""
 
-    def learn(self, x: Array, labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
-        """new: labels may name new classes of this device. Raises FleetError."""
+    def learn(self, x: Array, labels: Sequence[str] | Array, *, new: bool) -> Mapping[str, Any]:
+        """labels: or targets [n, K]. new: labels may name new classes of this device. Raises FleetError."""
 
     def unlabelled(self) -> Sequence[Mapping[str, Any]]:
         """Stored samples without a label, as plain values, the least certain first. Raises FleetError."""
@@ -89,11 +92,11 @@ class Model(typing.Protocol):
 @dataclass(frozen=True)
 class InferenceRequest:
     """A parsed request. outputs: {name: whether as binary data}; empty for all outputs, as ``binary`` says. labels: of
-    labelled samples; new_classes: whether they may name new classes."""
+    labelled samples, or targets [n, K]; new_classes: whether they may name new classes."""
 
     id: str | None
     x: Array
-    labels: Sequence[str]
+    labels: Sequence[str] | Array
     outputs: Mapping[str, bool]
     binary: bool
     new_classes: bool = False
@@ -179,13 +182,14 @@ class InferenceProtocol:
             {"name": "probabilities", "datatype": "FP32", "shape": [-1, len(facts.classes)]},
             {"name": "label", "datatype": "BYTES", "shape": [-1]},
             *([{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []),
-        ]
+        ] if not facts.values else [{"name": "values", "datatype": "FP32", "shape": [-1, len(facts.values)]}]
         any_size = facts.spec is not None and facts.spec.fit != "refuse"
         shape = [facts.shape[0], -1, -1] if any_size else facts.shape
         x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
-            "outputs": outputs, "classes": facts.classes, "graph": facts.graph,
+            "outputs": outputs, **({"values": facts.values} if facts.values else {"classes": facts.classes}),
+            "graph": facts.graph,
         })
 
     def _facts(self) -> Facts:
@@ -211,7 +215,8 @@ class InferenceProtocol:
     def _samples(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        parsed = self._parse(request, {"x": _form(facts), "label": Form("BYTES")})
+        truth = {"target": Form("FP32", (len(facts.values),))} if facts.values else {"label": Form("BYTES")}
+        parsed = self._parse(request, {"x": _form(facts), **truth})
         return as_json(self._model.learn(parsed.x, parsed.labels, new=parsed.new_classes))
 
     def _unlabelled(self, request: Request, version: str | None) -> Response:
@@ -260,7 +265,8 @@ def parse_request(request: Request, forms: Mapping[str, Form]) -> InferenceReque
     as_binary = tensors.flag(parameters, "binary_data_output", False, where)
     outputs = dict(_outputs(body.get("outputs") or [], as_binary))
     new_classes = tensors.flag(parameters, "new_classes", False, where)
-    return InferenceRequest(request_id, inputs["x"], inputs.get("label", ()), outputs, as_binary, new_classes)
+    labels = inputs.get("target", inputs.get("label", ()))
+    return InferenceRequest(request_id, inputs["x"], labels, outputs, as_binary, new_classes)
 
 
 def _split(request: Request) -> tuple[dict[str, Any], memoryview]:
@@ -306,9 +312,10 @@ def _outputs(outputs: Any, as_binary: bool) -> Iterator[tuple[str, bool]]:
 
 
 def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
-    n = len(answer.labels)
-    available: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {
-        "probabilities": ("FP32", (n, len(answer.probabilities[0])), list(chain.from_iterable(answer.probabilities))),
+    n, rows = answer.samples, answer.values or answer.probabilities
+    numbers = "FP32", (n, len(rows[0])), list(chain.from_iterable(rows))
+    available: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {"values": numbers} if answer.values else {
+        "probabilities": numbers,
         "label": ("BYTES", (n,), answer.labels),
         **({"unknown": ("BOOL", (n,), answer.unknown)} if answer.unknown else {}),
     }

@@ -25,6 +25,7 @@ from fleet_core.base.errors import FleetError
 from fleet_core.board import allocator
 from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.link.host_names import is_loopback, of_this_machine
+from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Answer
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ServedModel:
             return self._not_ready()
         spec = now.layout.sample
         return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.detects_unknown, now.graph,
-                     spec=spec)
+                     spec=spec, values=outputs_of(now.layout))
 
     def _not_ready(self) -> Facts | None:
         """The facts of a served model that cannot answer yet, perhaps because it needs labelled samples."""
@@ -58,14 +59,18 @@ class ServedModel:
         spec = served.graph.layout.sample
         classes = served.graph.layout.classes
         return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False,
-                     spec=spec)
+                     spec=spec, values=outputs_of(served.graph.layout))
 
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)
 
-    def learn(self, x: np.ndarray[Any, Any], labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
+    def learn(
+        self, x: np.ndarray[Any, Any], labels: Sequence[str] | np.ndarray[Any, Any], *, new: bool
+    ) -> Mapping[str, Any]:
         from edge_agent.inference import relearn  # not loaded by a device that only answers
 
+        if isinstance(labels, np.ndarray):
+            return relearn.learn_targets(self._service, x, labels)
         return relearn.learn(self._service, x, labels, new=new)
 
     def _device(self) -> Device:
@@ -86,6 +91,11 @@ class ServedModel:
             return {"id": name, "label": label, "personalization": device.personalize()}
         except FleetError as error:
             return {"id": name, "label": label, "counts_later": str(error).splitlines()[0]}
+
+
+def outputs_of(layout: Layout) -> tuple[str, ...]:
+    """Names of the numbers that a model predicts; empty for classes."""
+    return () if layout.task is None else layout.task.outputs
 
 
 def start(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:

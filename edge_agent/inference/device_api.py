@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ NEWEST = 1000
 class Answer:
     """The answer to one sample.
 
-    label: the most probable class. probabilities: class -> probability. unknown: whether the sample is far from
+    label: the most probable class. probabilities: class -> probability. values: of a fleet that predicts numbers:
+    output -> number in the user's unit; label and probabilities are then empty. unknown: whether the sample is far from
     everything that the device knows; None if the device does not detect this. round: of the served model.
     personalization: the personalizer.
     """
@@ -43,11 +44,12 @@ class Answer:
     unknown: bool | None
     round: int
     personalization: str
+    values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def certainty(self) -> float:
-        """The largest probability."""
-        return max(self.probabilities.values())
+        """The largest probability; 0 for numbers."""
+        return max(self.probabilities.values(), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class UnlabelledSample:
     def plain(self) -> dict[str, Any]:
         """All but x as plain values."""
         facts: dict[str, Any] = {"id": self.id, "time": self.time}
-        if self.answer is not None:
+        if self.answer is not None and self.answer.values:
+            facts |= {"values": dict(self.answer.values)}
+        elif self.answer is not None:
             facts |= {"label": self.answer.label, "probabilities": dict(self.answer.probabilities),
                       "unknown": self.answer.unknown}
         return facts
@@ -164,6 +168,9 @@ class Device:
     def _answers(self, x: np.ndarray[Any, Any], *, again: bool = False) -> list[Answer]:
         """The answers to samples [n, *shape]. again: as in ``Service.answers``."""
         answer = self._service.answers(x, again=again)
+        if answer.outputs:
+            return [Answer("", {}, None, answer.round, answer.personalization,
+                           dict(zip(answer.outputs, row, strict=True))) for row in answer.values]
         names = answer.classes or self._service.layout.classes
         return [
             Answer(

@@ -21,7 +21,8 @@ MAX_CACHED = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """z: embeddings float32 [S, D]. y: labels int64 [S]. marks: hashes of the raw samples uint8 [S, 16]."""
+    """z: embeddings float32 [S, D]. y: labels int64 [S], or targets float64 [S, K]. marks: hashes of the raw samples
+    uint8 [S, 16]."""
 
     z: Array
     y: Array
@@ -29,8 +30,8 @@ class Support:
 
     @classmethod
     def of(cls, embed: Embed, x: Array, y: Array, cached: Support | None = None) -> Support:
-        """The support of raw samples x [S, *shape] with labels y int64 [S]. Embeds only samples that are not
-        ``cached``."""
+        """The support of raw samples x [S, *shape] with labels y [S] or targets [S, K]. Embeds only samples that are
+        not ``cached``."""
         marks = marks_of(x)
         row_of = {} if cached is None else {mark.tobytes(): row for row, mark in enumerate(cached.marks)}
         rows = np.array([row_of.get(mark.tobytes(), -1) for mark in marks], np.int64)
@@ -40,7 +41,7 @@ class Support:
         z[rows < 0] = new
         if old is not None:
             z[rows >= 0] = old
-        return cls(z, np.asarray(y, np.int64), marks)
+        return cls(z, np.asarray(y, np.int64 if y.ndim == 1 else np.float64), marks)
 
     def extended(self, z: Array, x: Array, y: Array) -> Support:
         """This support with more raw samples x, their embeddings z and labels y."""
@@ -57,8 +58,9 @@ class Support:
         z, y, marks = (arrays.get(name) for name in ("z", "y", "marks"))
         if z is None or y is None or marks is None:
             return None
-        shapes = z.ndim == 2 and y.shape == z.shape[:1] and marks.shape == (len(z), MARK_BYTES)
-        dtypes = (z.dtype, y.dtype, marks.dtype) == (np.float32, np.int64, np.uint8)
+        shapes = z.ndim == 2 and y.ndim in (1, 2) and len(y) == len(z) and marks.shape == (len(z), MARK_BYTES)
+        truths = np.int64 if y.ndim == 1 else np.float64
+        dtypes = (z.dtype, y.dtype, marks.dtype) == (np.float32, truths, np.uint8)
         return cls(z, y, marks) if shapes and dtypes else None
 
 

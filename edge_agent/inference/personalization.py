@@ -2,8 +2,8 @@
 
 Arrays of class means, a fitted head and neighbours: ``prototypes`` [N, D] and ``counts`` [N] by class, ``limit`` [N],
 the distance beyond which a sample is unknown, ``drift_distance`` and ``drift_margin`` to notice drift, ``weight`` and
-``bias`` of a fitted head, and ``z``, ``y``, ``marks`` of the embedded samples. Arrays of gradient steps: the weights,
-as ``group/name``. None of them leaves the device.
+``bias`` of a fitted head, and ``z``, ``y``, ``marks`` of the embedded samples. Of a task only the latter. Arrays of
+gradient steps: the weights, as ``group/name``. None of them leaves the device.
 
 Queries are embedded by the encoder that embedded the support samples, fp32 or int8: class means of one encoder are
 meaningless to the other.
@@ -34,6 +34,7 @@ from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization.drift import NAMES, Reference
 from fleet_core.personalization.linear_head import Head
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
+from fleet_core.personalization.ridge_head import RidgeHead
 from fleet_core.personalization.unknown_class import Thresholds
 
 if TYPE_CHECKING:
@@ -113,8 +114,9 @@ def from_samples(
     plan: Plan, graph: Graph, weights: Weights, samples: Samples, cached: Personalization | None = None, *,
     quantile: float, int8: bytes = b"",
 ) -> Personalization:
-    """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples; or by the
-    one of ``plan.candidates`` that answers them best, with the figures in ``settings["auto"]``.
+    """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples; for a task
+    by a ridge head; or by the one of ``plan.candidates`` that answers them best, with the figures in
+    ``settings["auto"]``.
 
     cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: sets
     the threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
@@ -125,6 +127,11 @@ def from_samples(
     support = Support.of(
         encoder.run, samples.x, samples.y, cached.support if cached is not None and same_encoder else None
     )
+    if graph.layout.task is not None:
+        ridge = RidgeHead.fit(support.z, graph.layout.truths(support.y))
+        arrays = {**support.arrays(), "weight": ridge.weight, "bias": ridge.bias}
+        about = {"decay": ridge.decay, "int8": bool(int8)}
+        return Personalization("head", weights.model, weights.round, (), arrays, about)
     classes = samples.classes or graph.layout.classes
     head_SN = None
     if any(map(needs_head, plan.candidates)) or (plan.kind == "knn" and plan.mixture is None):
@@ -167,7 +174,7 @@ def extended(personal: Personalization, embed: Embed, new: Samples) -> Personali
     again.
     """
     support = personal.support
-    if not personal.embeds or (support is None and personal.how != "proto"):
+    if not personal.embeds or (support is None and personal.how != "proto") or new.outputs:
         return None
     classes = new.classes or personal.classes
     z = embed(new.x)
@@ -221,12 +228,12 @@ def open_predictor(
     """
     if not personal.embeds:
         return _from_weights(personal, graph, weights)
+    if graph.layout.task is not None:
+        return _ridge(personal, graph, weights, int8, before)
     means = personal.prototypes
     thresholds = Thresholds(_checked(personal.arrays, "limit", (len(means.counts),)))
     detector = UnknownDetector(means, thresholds) if unknown else None
-    if before is None and personal.int8 and not int8:
-        raise StateError("the int8 encoder that it was made with is not here", hint=AGAIN)
-    encoder = open_encoder(graph, weights, int8 if personal.int8 else b"") if before is None else before.embedder
+    encoder = _encoder(personal, graph, weights, int8, before)
     if personal.how == "proto":
         return Predictor(encoder, means, unknown_detector=detector)
     if personal.how == "head":
@@ -237,6 +244,26 @@ def open_predictor(
         return Predictor(encoder, processes=_processes(personal, encoder, samples), unknown_detector=detector)
     head_session = None if before is None or before.encoder is None else before.session
     return _with_neighbours(personal, graph, weights, encoder, head_session, detector, samples)
+
+
+def _encoder(
+    personal: Personalization, graph: Graph, weights: Weights, int8: bytes, before: Predictor | None
+) -> Session:
+    """The encoder that embedded the samples of ``personal``. Raises StateError, BundleError, CodecError."""
+    if before is None and personal.int8 and not int8:
+        raise StateError("the int8 encoder that it was made with is not here", hint=AGAIN)
+    return open_encoder(graph, weights, int8 if personal.int8 else b"") if before is None else before.embedder
+
+
+def _ridge(
+    personal: Personalization, graph: Graph, weights: Weights, int8: bytes, before: Predictor | None
+) -> Predictor:
+    """The ridge head of a task, on the encoder."""
+    layout = graph.layout
+    shape = len(layout.answers), layout.embedding
+    head = RidgeHead(_checked(personal.arrays, "weight", shape), _checked(personal.arrays, "bias", shape[:1]),
+                     float(personal.settings.get("decay", 0.0)))
+    return Predictor(_encoder(personal, graph, weights, int8, before), ridge=head, task=layout.task)
 
 
 def _from_weights(personal: Personalization, graph: Graph, weights: Weights) -> Predictor:

@@ -1,8 +1,8 @@
 """Decides how a device personalizes a served model, from the user's choice, the method, the graph and the device.
 
-Personalizers: class means (Snell et al. 2017), a fitted head (Raghu et al. 2020), nearest neighbours (Marfoq et al.
-2022), the gradient steps of MAML (Finn et al. 2017) and Meta-SGD (Li et al. 2017). The graph ``adapt`` or the trainer
-takes the gradient steps.
+Personalizers: class means (Snell et al. 2017), a fitted head (Raghu et al. 2020; of numbers a ridge head), nearest
+neighbours (Marfoq et al. 2022), the gradient steps of MAML (Finn et al. 2017) and Meta-SGD (Li et al. 2017). The graph
+``adapt`` or the trainer takes the gradient steps.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def _of_choice(
     _refuse_steps_and_rate(choice)
     if choice.by == "auto":
         return Plan("auto", "auto", candidates=_candidates(method, hyper, graph))
+    if choice.by == "head" and graph.layout.task is not None and choice.steps is not None:
+        raise ConfigError("a head of numbers is fitted in closed form, without steps", hint="leave out the steps")
     if choice.by == "head":
         return Plan("head", "head", steps=choice.steps or HEAD_STEPS)
     if choice.by == "knn":
@@ -171,7 +173,9 @@ def _refuse_steps_and_rate(choice: Personalize) -> None:
 
 def _why_impossible(by: str, method: Method, graph: Graph) -> str:
     """Why ``by`` does not work with this method and graph; empty if it does."""
-    groups = {tensor.group for tensor in graph.layout.tensors}
+    groups, task = {tensor.group for tensor in graph.layout.tensors}, graph.layout.task
+    if task is not None and by in ("proto", "knn", "auto"):
+        return f"it compares classes, and this fleet's task is {task.kind}"
     if by in (*ON_SHARED_ENCODER, "auto"):
         if "embed" not in graph.graphs:
             return "the fleet's bundle has no graph 'embed'"

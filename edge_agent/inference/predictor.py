@@ -1,6 +1,6 @@
-"""Class probabilities of raw samples from a personalized model, without torch.
+"""Answers to raw samples from a personalized model, without torch: class probabilities, or the numbers of a task.
 
-Shapes: n samples, N classes (the fleet's, then the device's own), K classes of the head, D embedding width.
+Shapes: n samples, N classes (the fleet's, then the device's own) or outputs, K classes of the head, D embedding width.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization.linear_head import Head
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.personalization.unknown_class import Thresholds
+from fleet_core.tasks.regression import Regression
 
 if TYPE_CHECKING:
     from fleet_core.personalization.gaussian_process import Processes
+    from fleet_core.personalization.ridge_head import RidgeHead
 
 Array = np.ndarray[Any, Any]
 
@@ -38,10 +40,11 @@ class UnknownDetector:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Raw samples -> probabilities.
+    """Raw samples -> probabilities, or with a ``task`` numbers float64 [n, N] in the user's unit.
 
     session: an encoder, used with ``prototypes``, a ``fitted`` head, ``neighbours`` or Gaussian ``processes``; or a
-    model with a head. encoder: embeds samples for ``neighbours`` if ``session`` is a model with a head.
+    model with a head. encoder: embeds samples for ``neighbours`` if ``session`` is a model with a head. ridge: a fitted
+    head of a task.
     """
 
     session: Session
@@ -51,6 +54,8 @@ class Predictor:
     fitted: Head | None = None
     processes: Processes | None = None
     unknown_detector: UnknownDetector | None = None
+    ridge: RidgeHead | None = None
+    task: Regression | None = None
 
     @classmethod
     def proto(cls, graph: Graph, params: Params, prototypes: Prototypes, *, threads: int = 1) -> Predictor:
@@ -59,8 +64,8 @@ class Predictor:
 
     @classmethod
     def head(cls, graph: Graph, params: Params, *, threads: int = 1) -> Predictor:
-        """The head's softmax under the weights ``params``. Raises BundleError, CodecError."""
-        return cls(open_kind(graph, "predict", params, threads=threads))
+        """The head's softmax, or numbers, under the weights ``params``. Raises BundleError, CodecError."""
+        return cls(open_kind(graph, "predict", params, threads=threads), task=graph.layout.task)
 
     @classmethod
     def knn(
@@ -90,6 +95,8 @@ class Predictor:
     def of_outputs(self, out: Array, z: Array) -> tuple[Array, Array | None]:
         """``answers`` from outputs. out: the session's output. z: the encoder's output, or ``out`` without an
         encoder."""
+        if self.task is not None:
+            return self.task.in_units(out if self.ridge is None else self.ridge.answers(z)), None
         unknown = None if self.unknown_detector is None else self.unknown_detector.unknown(z)
         if self.neighbours is not None:
             has_head = self.encoder is not None

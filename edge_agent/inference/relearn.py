@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,6 +98,9 @@ def _personalized(stored: StoredModels, served: Served, plan: Plan) -> tuple[Per
 
 
 def _per_class(every: Samples) -> dict[str, int]:
+    """Empty for targets."""
+    if every.outputs:
+        return {}
     names = every.classes or ()
     return dict(zip(names, map(int, np.bincount(every.y, minlength=len(names))), strict=True))
 
@@ -108,6 +111,11 @@ def _per_class(every: Samples) -> dict[str, int]:
 def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
     """Raises ConfigError for a label that is no class. new: labels may name new classes of this device, if its
     personalizer can learn them."""
+    task = service.layout.task
+    if task is not None:
+        raise ConfigError(f"a class '{labels[0][:80]}', and this fleet predicts {', '.join(task.outputs[:20])}",
+                          expected=f"a number for each of {len(task.outputs)}",
+                          hint="edge-agent samples add FILE --target NUMBER,…")
     known, fleet = service.local().names(), service.layout.classes
     for label in dict.fromkeys(labels):
         if label in fleet:
@@ -146,17 +154,35 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
         check_labels(service, labels, new=new)
         with service.slots.writing():
             total = service.local().add(x, labels)
-        facts = {"added": len(x), "added_in_all": total}
-        try:
-            how = _extend(service, x, labels, total) or personalize(service).how
-        except (WorseModel, DataError) as error:
-            with service.slots.writing():
-                service.local().take_back(total - len(x), x)
-            why, hint = (error.why, WORSE_BY) if isinstance(error, WorseModel) else (error.what, error.hint)
-            raise DataError(f"not kept, because with these samples: {why}", hint=hint) from error
-        except (StateError, RoundError) as error:  # the trainer uses the samples in the next round
-            return {**facts, **_answering(service), "counts_later": error.what}
-        return {**facts, **_answering(service), "personalization": how}
+        return _learned(service, x, total, lambda: _extend(service, x, labels, total) or personalize(service).how)
+
+
+def learn_targets(service: Service, x: Array, y: Array) -> dict[str, Any]:
+    """As ``learn``, of a fleet that predicts numbers: raw samples with targets [n, K] in the user's unit."""
+    service.known_classes()
+    x = prepared(x, service.layout.sample)
+    _check_samples(service, x, y)
+    if not np.isfinite(y).all():
+        raise DataError("a target is not finite")
+    with _learning:
+        with service.slots.writing():
+            total = service.local().add_targets(x, y)
+        return _learned(service, x, total, lambda: personalize(service).how)
+
+
+def _learned(service: Service, x: Array, total: int, personalized: Callable[[], str]) -> dict[str, Any]:
+    """Personalizes with the samples x, the last of ``total`` stored ones; takes them back if the answers got worse."""
+    facts = {"added": len(x), "added_in_all": total}
+    try:
+        how = personalized()
+    except (WorseModel, DataError) as error:
+        with service.slots.writing():
+            service.local().take_back(total - len(x), x)
+        why, hint = (error.why, WORSE_BY) if isinstance(error, WorseModel) else (error.what, error.hint)
+        raise DataError(f"not kept, because with these samples: {why}", hint=hint) from error
+    except (StateError, RoundError) as error:  # the trainer uses the samples in the next round
+        return {**facts, **_answering(service), "counts_later": error.what}
+    return {**facts, **_answering(service), "personalization": how}
 
 
 def _answering(service: Service) -> dict[str, Any]:
@@ -191,7 +217,7 @@ def _embed(service: Service, served: Served, personal: Personalization) -> Embed
     return personalization.open_encoder(served.graph, served.weights, int8).run
 
 
-def _check_samples(service: Service, x: Array, labels: Sequence[str]) -> None:
+def _check_samples(service: Service, x: Array, labels: Sequence[str] | Array) -> None:
     spec = service.layout.sample
     if not len(x) or x.shape != (len(labels), *spec.shape) or str(x.dtype) != spec.dtype:
         raise DataError(

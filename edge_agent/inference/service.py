@@ -27,7 +27,7 @@ from edge_agent.inference.personalization import Personalization
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.predictor import Predictor
 from edge_agent.inference.stored_models import Answering, Served, StoredModels, unpersonalized_predictor
-from edge_agent.inference.worse_model_check import Evaluator, WorseModel, gives_probabilities
+from edge_agent.inference.worse_model_check import Evaluator, HeldBack, WorseModel, gives_probabilities
 from fleet_core.algorithms.interface import Method
 from fleet_core.base import schema
 from fleet_core.base.errors import BundleError, CodecError, FleetError, MessageError, StateError
@@ -193,7 +193,7 @@ class Service:
             return self._roll_back(served.weights, str(error))
         self._last_checked = new
         good = gives_probabilities(new.predictor, self.checked_graph())
-        why = self._why_worse(new) if good else "its answers are not probabilities"
+        why = self._why_worse(new) if good else f"its answers are not {_kind(new)}"
         if why:
             return self._roll_back(served.weights, why)
         with self.slots.writing():
@@ -280,7 +280,7 @@ class Service:
         with self._changing:
             new = self.stored.open(personal, served, self.answering)
             if not gives_probabilities(new.predictor, served.graph):
-                raise StateError("the personalized model gives answers that are not probabilities")
+                raise StateError(f"the personalized model gives answers that are not {_kind(new)}")
             why = self._why_worse(new)
             if why:
                 raise WorseModel(why)
@@ -327,19 +327,20 @@ class Service:
         return self.answers(x.astype(question.dtype))
 
     def answers(self, x: Array, *, again: bool = False) -> Answer:
-        """Labels and probabilities of raw samples [n, *shape], with their model and personalization. Images of another
-        size and sound are prepared first. again: of stored samples, which are not counted as questions, nor watched
-        for drift. Raises StateError if no model can answer, DataError."""
+        """Labels and probabilities, or numbers, of raw samples [n, *shape], with their model and personalization.
+        Images of another size and sound are prepared first. again: of stored samples, which are not counted as
+        questions, nor watched for drift. Raises StateError if no model can answer, DataError."""
         now = self._answering()
         answer = now.answer(self.stored.as_input(now.layout, x), None if again else self.drift.see)
         if again:
             return answer
         with self._counting:
-            self.answered, self.last_answer_s = self.answered + len(answer.labels), time.time()
+            self.answered, self.last_answer_s = self.answered + answer.samples, time.time()
         return answer
 
     def predict(self, x: Array) -> Array:
-        """Class probabilities float32 [n, N] of raw samples. Raises StateError if no model can answer, DataError."""
+        """Class probabilities float32 [n, N], or numbers float64 [n, K], of raw samples. Raises StateError if no model
+        can answer, DataError."""
         now = self._answering()
         return now.predictor.probabilities(self.stored.as_input(now.layout, x))
 
@@ -349,8 +350,8 @@ class Service:
         return self.answering
 
     def evaluate(self) -> list[Evaluation]:
-        """Confusion counts of the latest served model on the held-back samples, before and after personalization, even
-        if it was rolled back. Empty if nothing is held back."""
+        """Confusion counts, or errors, of the latest served model on the held-back samples, before and after
+        personalization, even if it was rolled back. Empty if nothing is held back."""
         stages = {"before": self._unpersonalized}
         latest = self._last_checked or self.answering
         if latest is not None and latest.how != "none" and self._is_latest(latest):
@@ -365,7 +366,11 @@ class Service:
         """The baseline without the fleet on the held-back samples; None if it cannot be computed."""
         return self._evaluator.baseline(self.local())
 
-    def held_back_accuracy(self) -> tuple[int, float] | None:
-        """(samples, accuracy) of the model that answers on the held-back samples; None if nothing answers or nothing is
-        held back."""
-        return None if self.answering is None else self._evaluator.accuracy(self.answering.predictor, self.local())
+    def held_back(self) -> HeldBack | None:
+        """How the model that answers does on the held-back samples; None if nothing answers or nothing is held back."""
+        return None if self.answering is None else self._evaluator.held_back(self.answering.predictor, self.local())
+
+
+def _kind(answering: Answering) -> str:
+    """What the answers should be."""
+    return "probabilities" if answering.layout.task is None else "finite"

@@ -43,10 +43,10 @@ class Answering:
     """The model that answers.
 
     model, round: id and round of the served model that it was made from. how: its personalizer, or ``none``. classes:
-    the classes of the probabilities, first the fleet's and then the device's own. slot: where it is stored. graph:
-    ``embed`` or ``embed-int8``, which embeds the device's samples and the queries; ``predict`` if nothing is embedded.
-    reference: of the samples that it was personalized on, to notice drift; None if nothing is embedded, or samples are
-    too few.
+    the classes of the probabilities, first the fleet's and then the device's own; empty with a task. slot: where it is
+    stored. graph: ``embed`` or ``embed-int8``, which embeds the device's samples and the queries; ``predict`` if
+    nothing is embedded. reference: of the samples that it was personalized on, to notice drift; None if nothing is
+    embedded, or samples are too few.
     """
 
     predictor: Predictor
@@ -67,10 +67,16 @@ class Answering:
     def answer(
         self, x: np.ndarray[Any, Any], see: Callable[[Reference, np.ndarray[Any, Any]], None] | None = None
     ) -> Answer:
-        """Labels and probabilities of raw samples [n, *shape]. see: called with the reference and the embedded samples.
-        Raises DataError, StateError."""
+        """Labels and probabilities, or numbers, of raw samples [n, *shape]. see: called with the reference and the
+        embedded samples. Raises DataError, StateError."""
         out, z = self.predictor.outputs(x)
         probabilities, unknown = self.predictor.of_outputs(out, z)
+        if self.layout.task is not None:
+            return Answer(
+                outputs=self.layout.task.outputs,
+                values=tuple(tuple(float(f"{number:.7g}") for number in row) for row in probabilities),
+                round=self.round, model=self.model, personalization=self.how, graph=self.graph,
+            )
         if see is not None and self.reference is not None:
             see(self.reference, z)
         return Answer(
@@ -237,7 +243,8 @@ class StoredModels:
         )  # fmt: skip
         return Answering(
             predictor, weights.model, weights.round, personal.how, layout, personal.classes, served.slot,
-            personal.graph, Reference.stored(personal.arrays, personal.prototypes) if personal.embeds else None,
+            personal.graph,
+            Reference.stored(personal.arrays, personal.prototypes) if personal.embeds and not layout.task else None,
         )
 
     def not_personalized(self, served: Served) -> StateError:

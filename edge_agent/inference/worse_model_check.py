@@ -1,8 +1,10 @@
-"""Checks a new predictor before it may answer: finite answers, no worse accuracy on the device's held-back samples."""
+"""Checks a new predictor before it may answer: finite answers, and no worse ones to the device's held-back samples,
+by accuracy, or by the measure of the fleet's task."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,7 @@ from edge_agent.inference.predictor import Predictor
 from fleet_core.base.errors import FleetError, StateError
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
+from fleet_core.tasks.regression import MEASURE, Errors, Regression
 
 Array = np.ndarray[Any, Any]
 Rows = tuple[tuple[int, ...], ...]
@@ -30,9 +33,22 @@ MAX_CLASSES = 300
 WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 
+@dataclass(frozen=True)
+class HeldBack:
+    """How a model answers the held-back samples. samples: their number. figures: ``accuracy``, or the measures of a
+    task by output. measure, text: the first of them for people, as ``accuracy`` and ``0.950``. loss: by which models
+    are compared: lower is better."""
+
+    samples: int
+    figures: Mapping[str, Any]
+    measure: str
+    text: str
+    loss: float
+
+
 class WorseModel(StateError):
-    """The new personalization answers the held-back samples worse, so the previous model stays. why: both
-    accuracies."""
+    """The new personalization answers the held-back samples worse, so the previous model stays. why: how both
+    answer."""
 
     def __init__(self, why: str):
         self.why = why
@@ -41,7 +57,7 @@ class WorseModel(StateError):
 
 
 class Evaluator:
-    """Confusion counts of predictors on the held-back samples, computed once per predictor.
+    """Confusion counts of predictors, or errors of a task, on the held-back samples, computed once per predictor.
 
     Session outputs are cached, so that after one more labelled sample only that sample is embedded.
     """
@@ -49,7 +65,7 @@ class Evaluator:
     def __init__(self) -> None:
         self._stamp = ""
         self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
-        self._counts: WeakKeyDictionary[Predictor, Array] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Predictor, Array | Errors] = WeakKeyDictionary()
         self._baseline: tuple[str, Alone | None] = "", None  # with the stamp of its samples
 
     def baseline(self, data: LocalData) -> Alone | None:
@@ -62,40 +78,45 @@ class Evaluator:
                 self._baseline = data.stamp(), None
         return self._baseline[1]
 
-    def counts(self, predictor: Predictor, data: LocalData) -> Array | None:
+    def counts(self, predictor: Predictor, data: LocalData) -> Array | Errors | None:
         """int64 [N, N] over the fleet's N classes, rows are the true ones; None if nothing is held back. Probabilities
-        of the device's own classes are ignored."""
+        of the device's own classes are ignored. Of a task: the errors."""
         if data.held_back_stamp() != self._stamp:
             self._stamp, self._counts, self._outputs = data.held_back_stamp(), WeakKeyDictionary(), WeakKeyDictionary()
         if predictor not in self._counts:
             samples, n = data.held_back(), len(data.classes)
             if samples is None or not len(samples):
                 return None
-            counts = np.zeros((n, n), np.int64)
-            np.add.at(counts, (samples.y, self._probabilities(predictor, samples.x)[:, :n].argmax(1)), 1)
-            self._counts[predictor] = counts
+            answers = self._answers(predictor, samples.x)
+            if data.task is not None:
+                self._counts[predictor] = Errors.of(data.task, samples.y, answers)
+            else:
+                counts = np.zeros((n, n), np.int64)
+                np.add.at(counts, (samples.y, answers[:, :n].argmax(1)), 1)
+                self._counts[predictor] = counts
         return self._counts[predictor]
 
     def evaluations(self, stages: Mapping[str, Predictor | None], method: str, data: LocalData) -> list[Evaluation]:
         """The evaluation of each stage that has a predictor; empty if nothing is held back."""
         counts = {s: None if predictor is None else self.counts(predictor, data) for s, predictor in stages.items()}
-        return [Evaluation(stage, method, _rows(found)) for stage, found in counts.items() if found is not None]
+        return [_evaluation(stage, method, found, data.task) for stage, found in counts.items() if found is not None]
 
-    def accuracy(self, predictor: Predictor, data: LocalData) -> tuple[int, float] | None:
-        """(number of held-back samples, accuracy on them); None if nothing is held back."""
+    def held_back(self, predictor: Predictor, data: LocalData) -> HeldBack | None:
+        """None if nothing is held back."""
         counts = self.counts(predictor, data)
-        return None if counts is None else (int(counts.sum()), _accuracy(counts))
+        if isinstance(counts, Errors) and data.task is not None:
+            task = data.task
+            return HeldBack(counts.count, task.figures(counts), MEASURE, task.text(counts), task.distance(counts))
+        if not isinstance(counts, np.ndarray):
+            return None
+        accuracy = float(np.trace(counts) / counts.sum())
+        return HeldBack(int(counts.sum()), {"accuracy": accuracy}, "accuracy", f"{accuracy:.3f}", 1 - accuracy)
 
     def why_worse(self, new: Predictor, before: Predictor, data: LocalData, worse_by: float) -> str:
-        """Both accuracies if ``new`` loses more than ``worse_by`` to ``before``; else empty."""
-        now, then = self.counts(new, data), self.counts(before, data)
-        if now is None or then is None or now.sum() < MIN_HELD_BACK:
-            return ""
-        if _accuracy(then) - _accuracy(now) <= worse_by + 1e-9:
-            return ""
-        return f"accuracy {_accuracy(now):.3f} on {now.sum()} held-back samples, {_accuracy(then):.3f} before"
+        """How both answer if ``new`` loses more than ``worse_by`` to ``before``; else empty."""
+        return why_worse(self.held_back(new, data), self.held_back(before, data), worse_by)
 
-    def _probabilities(self, predictor: Predictor, x: Array) -> Array:
+    def _answers(self, predictor: Predictor, x: Array) -> Array:
         out = self._run(predictor.session, x)
         z = out if predictor.encoder is None else self._run(predictor.encoder, x)
         return predictor.of_outputs(out, z)[0]
@@ -109,13 +130,28 @@ class Evaluator:
         return output
 
 
+def why_worse(now: HeldBack | None, then: HeldBack | None, worse_by: float) -> str:
+    """How both answer if the model ``now`` loses more than ``worse_by`` to the one ``then``; else empty."""
+    if now is None or then is None or now.samples < MIN_HELD_BACK or now.loss - then.loss <= worse_by + 1e-9:
+        return ""
+    return f"{now.measure} {now.text} on {now.samples} held-back samples, {then.text} before"
+
+
 def gives_probabilities(predictor: Predictor, graph: Graph) -> bool:
-    """Whether the answers to the graph's golden samples are finite and sum to 1."""
+    """Whether the answers to the graph's golden samples are finite and, without a task, sum to 1."""
     answers = predictor.probabilities(graph.golden["x"])
-    return bool(np.isfinite(answers).all() and np.allclose(answers.sum(1), 1, atol=1e-3))
+    return bool(np.isfinite(answers).all() and (predictor.task or np.allclose(answers.sum(1), 1, atol=1e-3)))
+
+
+def _evaluation(stage: str, method: str, found: Array | Errors, task: Regression | None) -> Evaluation:
+    if isinstance(found, Errors) and task is not None:
+        return Evaluation(stage, method, (), found.count, task.sums(found))
+    return Evaluation(stage, method, _rows(found))
 
 
 def _baseline(data: LocalData) -> Alone | None:
+    if data.task is not None:  # R² compares with the mean already
+        return None
     from fleet_core.personalization import plain_baseline  # not loaded by a process that only answers
 
     own, held_back, n = data.own(), data.held_back(), len(data.classes)
@@ -129,10 +165,6 @@ def _baseline(data: LocalData) -> Alone | None:
     return Alone(most_frequent, baseline.name, _rows(counts))
 
 
-def _rows(counts_NN: Array) -> Rows:
+def _rows(counts_NN: Any) -> Rows:
     """Confusion counts in the form of a message."""
     return tuple(tuple(map(int, row)) for row in counts_NN)
-
-
-def _accuracy(counts_NN: Array) -> float:
-    return float(np.trace(counts_NN) / counts_NN.sum())

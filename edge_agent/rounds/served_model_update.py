@@ -127,7 +127,7 @@ class ServedModelUpdate:
     def _say_few(self) -> None:
         """Warns about classes with few labels, once for the same samples."""
         now, data = self._service.answering, self._service.local()
-        if now is None or now.how not in EMBEDS or data.stamp() == self._counted:
+        if now is None or now.how not in EMBEDS or data.task is not None or data.stamp() == self._counted:
             return
         self._counted = data.stamp()
         text = few_labels({name: own + added for name, own, _, added in data.counts()})

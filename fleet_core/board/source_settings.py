@@ -20,8 +20,8 @@ class Source:
     """The settings of every kind.
 
     name: the name in listings; if left out, the kind. stride: readings between the starts of two windows; if left out,
-    that of ``[data]``, or the fleet's. rate_hz: readings a second of the sensor, which are resampled to to_hz, or to the
-    fleet's rate if to_hz is left out. gain, offset: calibration, value * gain + offset, with one number for each
+    that of ``[data]``, or the fleet's. rate_hz: readings a second of the sensor, which are resampled to to_hz, or to
+    the fleet's rate if to_hz is left out. gain, offset: calibration, value * gain + offset, with one number for each
     channel or one for all. every_s: seconds in which at most one sample without a label is kept; 0: all are kept.
     """
 

@@ -1,6 +1,6 @@
 """Labelled samples: loading, checking and saving them.
 
-N: samples. C: classes.
+N: samples. C: classes. K: outputs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LIMIT_BYTES = 4 << 30
 MAX_LABEL = 1_000_000
 MAX_CLASSES = 10_000
+NUMBERS = "a fleet that predicts numbers: metafleet init --task regression"
 FILES = (".csv", ".jsonl", ".ndjson", ".npz")
 FORMS = (
     ".npz with x and y, .csv with a label column, .ndjson with a label in each line, or a folder of images or of .wav "
@@ -38,22 +39,25 @@ FORMS = (
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """x [N, ...] float32 (readings), uint8 (bytes, such as images) or int64 (tokens, such as texts); y int64 [N];
-    client str [N] or None; time float64 [N] in seconds or None.
+    """x [N, ...] float32 (readings), uint8 (bytes, such as images) or int64 (tokens, such as texts); y int64 [N], or
+    targets float64 [N, K]; client str [N] or None; time float64 [N] in seconds or None.
 
-    classes: names of the labels 0..C-1, or None. notes: sentences for the user about how the file was read.
+    classes: names of the labels 0..C-1, or None. notes: sentences for the user about how the file was read. outputs:
+    names of the targets; empty for labels.
     """
 
     x: NDArray[Any]
-    y: NDArray[np.int64]
+    y: NDArray[Any]
     client: NDArray[np.str_] | None = None
     time: NDArray[np.float64] | None = None
     classes: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, column in (("y", self.y), ("client", self.client), ("time", self.time)):
-            if column is not None and column.shape != (len(self.x),):
+            width = (len(self.outputs),) if name == "y" and self.outputs else ()
+            if column is not None and column.shape != (len(self.x), *width):
                 raise DataError(
                     f"{name} has shape {column.shape}", expected=f"one value for each of {len(self.x)} rows"
                 )
@@ -77,6 +81,7 @@ class Samples:
             None if self.time is None else self.time[rows],
             self.classes,
             self.notes,
+            self.outputs,
         )
 
     def of_client(self, name: str) -> Samples:
@@ -94,6 +99,7 @@ def load(
     path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, shape: Sequence[int] | None = None,
     window: int | None = None, stride: int | None = None, size: tuple[int, int] | None = None, fit: str = "refuse",
     sound_hz: int = 0, seconds: float | None = None, limit_bytes: int = LIMIT_BYTES,
+    outputs: Sequence[str] | None = None,
 ) -> Samples:  # fmt: skip
     """Loads samples from a .npz, .csv or .ndjson file, or a folder of images or of sound.
 
@@ -111,6 +117,8 @@ def load(
     sound_hz: rate of the sound that the model learns from; 0: of the recordings, if they are any. seconds: without
         ``shape``, the length of a window of sound.
     limit_bytes: the largest size of the file's arrays, unpacked.
+    outputs: names of the numbers to predict, which are columns of a table, and of y in a .npz; empty for the file's own
+        names. None for samples with classes.
 
     Raises DataError that names file, array and row.
     """
@@ -119,12 +127,12 @@ def load(
     if stride is not None and window is None and shape is None:
         raise DataError("a stride without a window", where=str(path), hint="give the number of readings in a window")
     cut = readers.Cut(None if shape is None else tuple(shape), window, stride, size, fit, sound_hz,
-                      seconds or readers.SECONDS)
+                      seconds or readers.SECONDS, None if outputs is None else tuple(outputs))
     raw = readers.read(path, limit_bytes, cut, expected=FORMS)
     wanted = (sound.BANDS, cut.frames(sound_hz)) if sound_hz else cut.image(raw.x.shape[1] if raw.x.ndim == 4 else 0)
     if wanted is not None:
         raw = replace(raw, x=prepared(raw.x, InputSpec(wanted, fit=fit, sound_hz=sound_hz), str(path)))
-    found = checked(raw, str(path), classes, dtype)
+    found = checked(raw, str(path), classes, dtype, cut.outputs)
     if shape is not None:
         model_input.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
     return found
@@ -139,6 +147,8 @@ def save(path: Path, samples: Samples) -> None:
         arrays["time"] = samples.time
     if samples.classes is not None:
         arrays["classes"] = np.array(samples.classes, dtype=np.str_)
+    if samples.outputs:
+        arrays["outputs"] = np.array(samples.outputs, dtype=np.str_)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
     write_atomic(path, buffer.getvalue())
@@ -149,9 +159,11 @@ def append(path: Path, samples: Samples) -> Samples:
     unchanged when they do not fit."""
     if path.suffix.lower() != ".npz":
         raise DataError("cannot take new samples", where=str(path), expected="a .npz file")
-    whole = _joined(load(path, dtype=samples.x.dtype.name), samples, str(path)) if path.exists() else samples
-    save(path, whole)
-    return whole
+    if path.exists():
+        old = load(path, dtype=samples.x.dtype.name, outputs=samples.outputs or None)
+        samples = _joined(old, samples, str(path))
+    save(path, samples)
+    return samples
 
 
 def _joined(old: Samples, new: Samples, where: str) -> Samples:
@@ -171,24 +183,65 @@ def _joined(old: Samples, new: Samples, where: str) -> Samples:
         None if old.client is None or new.client is None else np.concatenate([old.client, new.client]),
         None if old.time is None or new.time is None else np.concatenate([old.time, new.time]),
         old.classes,
+        outputs=old.outputs,
     )
 
 
 # checks -------------------------------------------------------------------------------------------------------------
 
 
-def checked(raw: Raw, where: str, classes: Sequence[str] | None = None, dtype: str | None = None) -> Samples:
-    """Checks raw arrays and converts them to Samples. classes, dtype: as in ``load``. Raises DataError that names file,
-    array and row."""
+def checked(
+    raw: Raw, where: str, classes: Sequence[str] | None = None, dtype: str | None = None,
+    outputs: Sequence[str] | None = None,
+) -> Samples:
+    """Checks raw arrays and converts them to Samples. classes, dtype, outputs: as in ``load``. Raises DataError that
+    names file, array and row."""
     x = _features(raw, where)
+    if outputs is not None:
+        y_NK, named = _targets(raw, where, tuple(outputs), len(x))
+        x = _converted(x, dtype, 0)
+        return Samples(x, y_NK, _clients(raw, where), _times(raw, where), None, raw.notes, named)
     for name, column in (("y", raw.y), ("client", raw.client), ("time", raw.time)):
         if column is not None and column.shape != (len(x),):
             raise DataError(
-                f"has shape {column.shape}", where=f"{where}: {name}", expected=f"({len(x)},), one value per row of x"
+                f"has shape {column.shape}", where=f"{where}: {name}", expected=f"({len(x)},), one value per row of x",
+                hint=NUMBERS if name == "y" and column.dtype.kind == "f" else None,
             )
     y, names = _labels(raw, where, None if classes is None else tuple(classes))
     x = _converted(x, dtype, int(y.max()) + 1 if names is None else len(names))
     return Samples(x, y, _clients(raw, where), _times(raw, where), names, raw.notes)
+
+
+def _targets(
+    raw: Raw, where: str, wanted: tuple[str, ...], rows: int
+) -> tuple[NDArray[np.float64], tuple[str, ...]]:
+    """(targets float64 [N, K], their names). wanted: the names; empty for the file's own, or ``target``. Raises
+    DataError."""
+    where = f"{where}: y"
+    if raw.y.dtype.kind not in "iuf" or raw.classes is not None:
+        raise DataError("holds class labels" if len(raw.y) else "is empty", where=where,
+                        expected="numbers to predict, one or more for each sample", hint="leave out --task regression")
+    y_NK = raw.y[:, None] if raw.y.ndim == 1 else raw.y
+    own = raw.outputs or (wanted if len(wanted) == y_NK.shape[-1] else ())
+    width = y_NK.shape[-1]
+    own = own or tuple("target" if width == 1 else f"target{k + 1}" for k in range(width))
+    if y_NK.shape != (rows, len(own)):
+        raise DataError(
+            f"has shape {list(raw.y.shape)}", where=where,
+            expected=f"[{rows}, {len(own)}]: a number for each sample and output ({', '.join(own[:20])})",
+        )
+    y_NK = y_NK.astype(np.float64)
+    bad = np.flatnonzero(~np.isfinite(y_NK).all(1))
+    if bad.size:
+        raise DataError(f"holds {y_NK[bad[0]].tolist()}", where=f"{where}, {raw.row(int(bad[0]))}",
+                        expected="finite numbers")
+    if not wanted:
+        return y_NK, own
+    for name in wanted:
+        if name not in own:
+            raise DataError(f"has no output '{name}'{schema.did_you_mean(name, own)}", where=where,
+                            expected=f"among {', '.join(own[:20])}")
+    return y_NK[:, [own.index(name) for name in wanted]], wanted
 
 
 def _features(raw: Raw, where: str) -> NDArray[Any]:
@@ -236,7 +289,8 @@ def _labels(raw: Raw, where: str, wanted: tuple[str, ...] | None) -> tuple[NDArr
             return _named(y, names, raw, where), names
         y = y.astype(np.int64)
     if y.dtype.kind not in "iu":
-        raise DataError(f"has values of type {y.dtype}", where=f"{where}: y", expected="whole numbers or class names")
+        raise DataError(f"has values of type {y.dtype}", where=f"{where}: y", expected="whole numbers or class names",
+                        hint=NUMBERS if y.dtype.kind == "f" else None)
     _in_range(y, own or wanted, raw, where)
     y = y.astype(np.int64)
     if wanted is not None and own is not None and wanted != own:
@@ -305,9 +359,11 @@ def _times(raw: Raw, where: str) -> NDArray[np.float64] | None:
 
 def stratified(y_S: NDArray[Any], most: int) -> NDArray[np.int64]:
     """Ascending int64 rows of at most ``most`` samples with the labels y_S: all if they fit, else as equally many of
-    each class as possible, evenly spaced within the class."""
+    each class as possible, evenly spaced within the class. Of targets [S, K]: evenly spaced."""
     if len(y_S) <= most:
         return np.arange(len(y_S))
+    if y_S.ndim == 2:
+        return np.arange(most) * len(y_S) // most
     rows = [np.flatnonzero(y_S == label) for label in np.unique(y_S)]
     left, chosen = most, []
     for number, own in enumerate(sorted(rows, key=len)):

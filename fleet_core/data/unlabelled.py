@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,17 @@ FORMS = (
 
 def load(
     path: Path, spec: InputSpec, *, stride: int | None = None, limit_bytes: int = LIMIT_BYTES,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = lambda text: None, outputs: Sequence[str] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
     """Loads raw samples [n, *spec.shape] of spec.dtype from a file or folder; a .npy may also hold a single sample.
     Grey images are converted to colour if the model takes colours. Images of another size and sound are prepared as
     ``spec`` says.
 
     stride: readings between the starts of two windows of a table; None: as ``spec`` says. say: called with notes about
-    how the file was read. Raises DataError for samples that do not fit.
+    how the file was read. outputs: columns of targets, ignored as labels are. Raises DataError for samples that do not
+    fit.
     """
-    x = _read(path, spec, stride or spec.stride or None, limit_bytes, say)
+    x = _read(path, spec, stride or spec.stride or None, limit_bytes, say, outputs)
     if x.shape == tuple(spec.shape) or takes(x.shape, spec):
         x = x[None]
     x = prepared(x, spec, str(path))
@@ -49,7 +50,8 @@ def load(
 
 
 def _read(
-    path: Path, spec: InputSpec, stride: int | None, limit_bytes: int, say: Callable[[str], None]
+    path: Path, spec: InputSpec, stride: int | None, limit_bytes: int, say: Callable[[str], None],
+    outputs: Sequence[str] | None,
 ) -> NDArray[Any]:
     kind = path.suffix.lower()
     if kind == ".npy":
@@ -61,7 +63,8 @@ def _read(
     if path.is_dir() or (kind in IMAGES and path.exists()):
         _check_bytes(path, spec)
         return readers.read_unsorted(path, limit_bytes, readers.Cut(tuple(spec.shape), fit=spec.fit))
-    raw = readers.read(path, limit_bytes, readers.Cut(spec.shape, stride=stride), expected=FORMS, labelled=False)
+    cut = readers.Cut(spec.shape, stride=stride, outputs=None if outputs is None else tuple(outputs))
+    raw = readers.read(path, limit_bytes, cut, expected=FORMS, labelled=False)
     for note in raw.notes:
         say(note)
     return raw.x

@@ -45,13 +45,18 @@ def of_task(task: Regression) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(answers_NK: Tensor, y_NK: Tensor) -> Tensor:
         known_NK = ~torch.isnan(y_NK)
         error_NK = torch.where(known_NK, answers_NK - torch.where(known_NK, y_NK, 0.0), 0.0)
-        loss_NK = error_NK.square() / 2
-        if task.loss == "huber":
-            far_NK = error_NK.abs()
-            loss_NK = torch.where(far_NK <= 1, loss_NK, far_NK - 0.5)
-        return loss_NK.sum() / known_NK.sum().clamp(min=1)
+        return of_errors(task, error_NK).sum() / known_NK.sum().clamp(min=1)
 
     return loss
+
+
+def of_errors(task: Regression, error_NK: Tensor) -> Tensor:
+    """e²/2 of each error, or Huber's function of it [N, K]."""
+    loss_NK = error_NK.square() / 2
+    if task.loss == "squared":
+        return loss_NK
+    far_NK = error_NK.abs()
+    return torch.where(far_NK <= 1, loss_NK, far_NK - 0.5)
 
 
 def _over_chosen(log_NK: Tensor, chosen_NK: Tensor) -> Tensor:

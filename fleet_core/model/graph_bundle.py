@@ -7,8 +7,8 @@ weights of every round. The golden outputs were computed with the weights ``layo
 be checked before any weights arrive.
 
 Container: tensors ``graph/<kind>`` uint8 [bytes], ``golden/x`` ``golden/<kind>``; metadata ``bundle``, a JSON object.
-With ``adapt`` also ``golden/y``, labels of x, and ``golden/adapt``, the logits of x after steps on x and y; and
-``first/<group>/<name>``, the initial values of the groups that stay on the device.
+With ``adapt`` also ``golden/y``, labels or targets of x, and ``golden/adapt``, the answers to x after steps on x and y;
+and ``first/<group>/<name>``, the initial values of the groups that stay on the device.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Graph:
 
     graphs: the ONNX files ``embed`` and ``predict``, by kind. golden: ``x`` (raw samples) and, for every kind, the
     float32 outputs with the weights ``layout.seeded(info.seed)``. adapt: the ONNX file ``adapt``, empty when there is
-    none; its golden arrays are ``y`` int64 [n] and ``adapt`` float32 [GOLDEN_STEPS, n, K]. first: the initial values,
-    the same on every device, of the groups that stay on the device.
+    none; its golden arrays are ``y`` int64 [n], or targets float32 [n, K], and ``adapt`` float32 [GOLDEN_STEPS, n,
+    K]. first: the initial values, the same on every device, of the groups that stay on the device.
     """
 
     layout: Layout
@@ -142,11 +142,7 @@ def read(path: Path) -> Graph:
 
 
 def assemble(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Graph:
-    """A bundle from the container's ``arrays``. Raises BundleError unless they match ``layout`` and ``info``, and for a
-    task, because devices answer with classes only."""
-    if layout.task is not None:
-        raise BundleError(f"the graphs are of {layout.task.kind}", expected="a model that answers with classes",
-                          hint="update this device's program")
+    """A bundle from the container's ``arrays``. Raises BundleError unless they match ``layout`` and ``info``."""
     kinds = [kind for kind in GRAPH_GROUPS if f"graph/{kind}" in arrays]
     known = {"golden/x"} | {f"{part}/{kind}" for kind in kinds for part in ("graph", "golden")}
     if info.adapt is not None:
@@ -161,6 +157,15 @@ def assemble(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[An
     _check_golden(golden, layout)
     adapt = b"" if info.adapt is None else graph_bytes(arrays["graph/adapt"])
     return Graph(layout, graphs, golden, info, adapt, first_weights(arrays, layout))
+
+
+def golden_truths(layout: Layout, number: int, start: int = 0) -> np.ndarray[Any, Any]:
+    """Labels [number], or standardized targets [number, K] near and far from 0, with which graphs are checked. start:
+    of the sequence."""
+    rows = np.arange(start, start + number)
+    if layout.task is None:
+        return np.asarray(rows % len(layout.classes))
+    return np.asarray(2 * np.sin(rows[:, None] + np.arange(len(layout.answers))), np.float32)
 
 
 def first_weights(arrays: Mapping[str, Any], layout: Layout) -> Params:
@@ -225,13 +230,13 @@ def graph_bytes(array: np.ndarray[Any, Any]) -> bytes:
 
 def _check_golden(golden: Mapping[str, np.ndarray[Any, Any]], layout: Layout) -> None:
     number = len(golden["x"]) if golden["x"].ndim else 0
-    classes = len(layout.classes)
+    width = len(layout.answers)
     check_golden(golden, number, {
         "x": ((number, *layout.input.shape), layout.input.dtype),
         "embed": ((number, layout.embedding), "float32"),
-        "predict": ((number, classes), "float32"),
-        "y": ((number,), "int64"),
-        "adapt": ((len(GOLDEN_STEPS), number, classes), "float32"),
+        "predict": ((number, width), "float32"),
+        "y": ((number,), "int64") if layout.task is None else ((number, width), "float32"),
+        "adapt": ((len(GOLDEN_STEPS), number, width), "float32"),
     })
 
 

@@ -105,6 +105,16 @@ class Layout:
         """Names of what the head computes for a sample: classes, or the outputs of the task."""
         return self.classes if self.task is None else self.task.outputs
 
+    @property
+    def outputs(self) -> tuple[str, ...] | None:
+        """Names of the targets, as readers of samples take them; None for classes."""
+        return None if self.task is None else self.task.outputs
+
+    def truths(self, y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What losses and graphs compare answers with: labels int64 [N], or standardized targets float32 [N, K]. Raises
+        DataError."""
+        return y.astype(np.int64) if self.task is None else self.task.standardized(y)
+
     @cached_property
     def hash(self) -> str:
         """The first 16 hex digits of the sha256 of the layout's JSON; states and updates carry it."""

@@ -94,12 +94,14 @@ class Evaluation:
     """Answers of a device's model on its test samples.
 
     stage: before personalization, fine_tuned, or after personalization. confusion: counts, row = truth, column =
-    answer.
+    answer; empty for a task. samples, sums: of a task, from which its measures follow (``Regression.sums``).
     """
 
     stage: str = field(metadata={"choices": ("before", "fine_tuned", "after")})
     method: str = field(metadata={"max_length": 64})
     confusion: tuple[tuple[int, ...], ...] = field(metadata={"max_length": 1000, "min": 0, "max": 1 << 40})
+    samples: int = field(default=0, metadata={**whole(1 << 40), "sparse": True})
+    sums: Mapping[str, tuple[float, ...]] | None = field(default=None, metadata={"max_length": 1000, "sparse": True})
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,8 @@ class Answer:
     that the device knows; empty where the device does not tell. round: of the served model. error: why there is no
     answer. classes: names of the columns of ``probabilities`` when the device has classes of its own after the fleet's,
     else empty. graph: the one that answered, ``predict``, or ``embed`` or ``embed-int8`` when samples are compared.
+    outputs, values: of a task: names of the numbers, and a row of them for each sample, in the user's unit; labels and
+    probabilities are then empty.
     """
 
     labels: tuple[str, ...] = ()
@@ -282,3 +286,10 @@ class Answer:
     error: str = field(default="", metadata={"max_length": 1000})
     classes: tuple[str, ...] = field(default=(), metadata={"max_length": 11_000})
     graph: str = field(default="", metadata={"max_length": 32})
+    outputs: tuple[str, ...] = field(default=(), metadata={"max_length": 1000, "sparse": True})
+    values: tuple[tuple[float, ...], ...] = field(default=(), metadata={"sparse": True})
+
+    @property
+    def samples(self) -> int:
+        """How many samples it answers."""
+        return len(self.labels) or len(self.values)

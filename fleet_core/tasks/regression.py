@@ -8,7 +8,7 @@ Shapes: N samples, K outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,10 @@ Array = np.ndarray[Any, Any]
 KIND = "regression"
 LOSSES = ("huber", "squared")
 MAX_OUTPUTS = 1000
+MEASURE = "MAE"
+"""The mean absolute error, which listings show."""
+SUMS = ("absolute", "squared", "total", "squares")
+"""Names of the sums over samples from which the measures follow (``Errors``)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,35 @@ class Regression:
         """A model's answers [N, K] in the user's unit, float64."""
         found: Array = np.asarray(answers_NK, np.float64) * self.deviation + self.mean
         return found
+
+    def sums(self, errors: Errors) -> dict[str, tuple[float, ...]]:
+        """The sums of ``errors``, by name, as they travel and are stored."""
+        return {name: tuple(map(float, getattr(errors, name))) for name in SUMS}
+
+    def errors(self, count: int, sums: Mapping[str, Sequence[float]]) -> Errors:
+        """The inverse of ``sums``, for ``count`` samples. Raises DataError for sums that no samples have."""
+        if count < 1 or sums.keys() != set(SUMS) or any(len(one) != len(self.outputs) for one in sums.values()):
+            raise DataError(f"the sums {', '.join(sums)[:80]} over {count} samples",
+                            expected=f"{', '.join(SUMS)}, each of {len(self.outputs)} numbers, over samples")
+        arrays = {name: np.asarray(sums[name], np.float64) for name in SUMS}
+        if not all(np.isfinite(one).all() for one in arrays.values()):
+            raise DataError("the sums of errors are not finite")
+        if any((arrays[name] < 0).any() for name in SUMS if name != "total"):
+            raise DataError("the sums of errors are negative")
+        return Errors(self.mean, count, **arrays)
+
+    def figures(self, errors: Errors) -> dict[str, dict[str, float]]:
+        """``measures`` of ``errors``."""
+        return measures(self.outputs, errors)
+
+    def text(self, errors: Errors) -> str:
+        """The ``MEASURE`` for people: ``speed 1.25, load 0.031``."""
+        return text_of(self.figures(errors).get("mae", {}))
+
+    def distance(self, errors: Errors) -> float:
+        """By which models are compared, lower is better: the mean absolute error in deviations of the targets, over
+        all outputs."""
+        return float(np.mean(np.asarray(errors.mae or 0.0) / self.deviation))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +160,24 @@ class Errors:
             float(1 - wrong / spread) if known else None
             for wrong, spread, known in zip(self.squared, spread_K, known_K, strict=True)
         )
+
+
+def measures(outputs: Sequence[str], errors: Errors) -> dict[str, dict[str, float]]:
+    """``mae`` and ``r2`` by output; an output without an R² has none."""
+    found = {"mae": dict(zip(outputs, errors.mae or (), strict=False)),
+             "r2": {name: r2 for name, r2 in zip(outputs, errors.r2, strict=True) if r2 is not None}}
+    return {measure: values for measure, values in found.items() if values}
+
+
+def of_sums(outputs: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> Errors:
+    """The errors of several devices' ``sums``, one or more, each with its number of samples."""
+    arrays = {name: np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS}
+    return Errors((0.0,) * len(outputs), sum(count for count, _ in rows), **arrays)
+
+
+def text_of(mae: Mapping[str, float]) -> str:
+    """The ``MEASURE`` by output, for people."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in mae.items())
 
 
 def _targets(y_NK: Array, width: int) -> Array:

@@ -244,7 +244,7 @@ def check_task(method: Method, layout: Layout) -> None:
 
 def targets(layout: Layout, y: Samples) -> Samples:
     """The targets of the loss: labels int64 [N], or standardized targets float32 [N, K]."""
-    return y.astype(np.int64) if layout.task is None else layout.task.standardized(y)
+    return layout.truths(y)
 
 
 def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:

@@ -30,6 +30,7 @@ from fleet_core.learning import models, personal_model
 from fleet_core.learning.local_training import first_personal
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout
+from fleet_core.tasks.regression import Regression
 from fleet_core.training.round_plans import CHUNK
 from tests.support.bundles import newer, node_of, one_batch_size
 from tests.support.waiting import PATIENCE_S
@@ -46,8 +47,16 @@ CASES: dict[str, tuple[str, InputSpec, dict[str, Any], tuple[str, ...], bool]] =
     "lenet": ("lenet", InputSpec((1, 16, 16)), {}, ("body",), False),
     "lstm": ("char-lstm", InputSpec((4,), "int64"), {"width": 5, "layers": 1}, ("head",), False),
     "own": ("bring_own:build", InputSpec((2, 14, 14)), {}, MODEL_GROUPS, False),
+    "numbers": ("mlp", IMAGE, {"hidden": [5], "activation": "elu"}, MODEL_GROUPS, False),
+    "squared": ("mlp", IMAGE, {"hidden": [5]}, ("head",), False),
 }
 """Model, input, options, groups that move, whether rates are learned."""
+
+TASKS = {
+    "numbers": Regression(("speed", "load"), (100.0, 0.5), (20.0, 0.1)),
+    "squared": Regression(("speed",), (100.0,), (20.0,), "squared"),
+}
+"""Models that answer with numbers."""
 
 
 class OwnModel(nn.Module):
@@ -83,7 +92,8 @@ def small_passes() -> Iterator[None]:
 
 def layout_of(name: str, **options: Any) -> Layout:
     model, spec, usual, _, _ = CASES[name]
-    return models.describe(model, spec, ("a", "b", "c"), {**usual, **options})
+    task = TASKS.get(name)
+    return models.describe(model, spec, () if task else ("a", "b", "c"), {**usual, **options}, task)
 
 
 @cache
@@ -127,6 +137,8 @@ def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str
         pytest.param("lenet", "lg-fedavg", 10, marks=pytest.mark.slow),
         pytest.param("lstm", "fedper", 10, marks=pytest.mark.slow),
         ("own", "scaffold", 1),
+        ("numbers", "fedavg-meta", 10),
+        ("squared", "fedper", 10),
     ],
 )
 @pytest.mark.slow
@@ -137,11 +149,13 @@ def test_a_device_steps_as_its_trainer_does(name: str, method: str, steps: int, 
     known = {"inner_lr": rate, "inner_steps": steps, "finetune_lr": rate, "finetune_steps": steps}
     hyper = chosen.hyper(**{n: v for n, v in known.items() if hasattr(chosen.hyper(), n)})
     weights = {**graph.adapt_weights(70 + number), **first_personal(chosen, graph.layout, {})}
-    x, y = samples(graph.layout.input, number, number), np.arange(number) * 2 % 3
+    x, y, task = samples(graph.layout.input, number, number), np.arange(number) * 2 % 3, graph.layout.task
+    if task is not None:
+        y = task.in_units(np.random.default_rng(number).normal(size=(number, len(task.outputs))))
     served = trees.only(weights, chosen.shared)
     wanted = personal_model.adapt(chosen, network_of(graph), graph.layout, served, x, y, hyper)
     faster = replace(graph, info=replace(graph.info, adapt=replace(graph.info.adapt, lr=rate)))
-    got = gate.run_adapt(faster, weights, x, y, (0, steps))
+    got = gate.run_adapt(faster, weights, x, graph.layout.truths(y), (0, steps))
     start, there = storage.flatten(weights), storage.flatten(wanted)
     assert {key.partition("/")[0] for key in got[0]} == set(CASES[name][3])
     for key, array in got[steps].items():

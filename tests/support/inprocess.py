@@ -39,6 +39,7 @@ from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.model.layout import Backbone, InputSpec, Layout
 from fleet_core.model.train_graph import pack
 from fleet_core.protocol import certificates
+from fleet_core.tasks.regression import Regression
 
 CLASSES = ("a", "b", "c")
 
@@ -263,9 +264,10 @@ local_steps = 3
 
 @functools.lru_cache
 def _first(
-    model: str, spec: InputSpec, classes: tuple[str, ...], options: str, head: bool, backbone: Backbone | None = None
+    model: str, spec: InputSpec, classes: tuple[str, ...], options: str, head: bool, backbone: Backbone | None = None,
+    task: Regression | None = None,
 ) -> tuple[bytes, bytes]:
-    return first(model, spec, classes, json.loads(options), head=head, seed=0, backbone=backbone)
+    return first(model, spec, classes, json.loads(options), head=head, seed=0, backbone=backbone, task=task)
 
 
 def _train_graph(fleet: Fleet, layout: Layout, first: Params) -> bytes:
@@ -280,7 +282,8 @@ def world(folder: Path, text: str, broker: LoopbackBroker | None = None, *, trai
 
     def make(settings: Any, head: bool) -> tuple[bytes, bytes]:
         model = settings.model
-        return _first(model.name, model.input, model.classes, json.dumps(dict(model.options)), head, model.backbone)
+        return _first(model.name, model.input, model.classes, json.dumps(dict(model.options)), head, model.backbone,
+                      model.task)
 
     fleet = create_fleet(folder / "fleet", text, make, _train_graph if train_graph else None)
     return World(folder, fleet, broker or LoopbackBroker())

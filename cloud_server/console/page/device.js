@@ -65,7 +65,7 @@ function curves(found) {
   const scored = found.evaluations;
   const at = (stage) => scored.map((row) => row[stage]?.accuracy ?? null);
   const goal = store.fleet()?.limits?.target_accuracy;
-  if (scored.length) {
+  if (at("before").concat(at("after")).some((value) => value !== null)) {
     made.push(["Accuracy on its own test samples", {x: scored.map((row) => row.round), format: share,
       target: goal === undefined ? undefined : {label: "target", value: goal},
       lines: [["after", "personalized", "accent"], ["fine_tuned", "fine-tuned", "third"], ["before", "not personalized", "soft"]]
@@ -104,6 +104,13 @@ function details(found) {
     ["open token", found.token && `until ${date(found.token.expires_at)}`],
   ]) : h("p.note.plain", {}, found.token ? `None yet; a token is good until ${date(found.token.expires_at)}.`
     : "None: this device uses a broker that asks for none.")];
+  const last = found.evaluations.at(-1) ?? {};
+  const measured = ["before", "after"].flatMap((stage) => Object.entries(last[stage]?.measures?.mae ?? {})
+    .map(([output, mae]) => [stage, output, mae.toPrecision(4), last[stage].measures.r2?.[output]?.toFixed(3) ?? ABSENT]));
+  if (measured.length) {
+    parts.push(h("h2", {}, "Its errors on test samples"), table("Errors by stage and output", [["stage", "left"],
+      ["output", "left"], "MAE", "R²"], measured));
+  }
   const counts = found.evaluations.at(-1)?.confusion;
   const classes = store.fleet()?.classes ?? [];
   if (counts && counts.length === classes.length && counts.length <= 12) {
@@ -157,8 +164,10 @@ async function base64(file) {
 }
 
 function answered(found, names) {
-  const classes = found.classes?.length ? found.classes : names;
-  const rows = found.labels.map((label, k) => [String(k), h("b", {}, `${label}${found.unknown?.[k] ? " (unknown)" : ""}`),
+  const numbers = found.outputs?.length > 0;
+  const classes = numbers ? found.outputs : found.classes?.length ? found.classes : names;
+  const rows = numbers ? found.values.map((row, k) => [String(k), "", ...row.map((value) => value.toPrecision(6))])
+    : found.labels.map((label, k) => [String(k), h("b", {}, `${label}${found.unknown?.[k] ? " (unknown)" : ""}`),
     ...found.probabilities[k].map((p) => share(p))]);
   return h("div", {}, table("The device's answers", ["sample", ["answer", "left"], ...classes], rows),
     h("p.soft", {}, `Model of round ${found.round}, personalization: ${found.personalization}.`));

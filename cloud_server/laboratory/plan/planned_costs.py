@@ -129,7 +129,7 @@ def _flops(asked: Asked) -> tuple[float | None, str]:
     if asked.method.adaptation == "fedproto" and not asked.labels:
         return None, "a round goes over all samples of a device, whose number is unknown"
     model = models.build(asked.layout)
-    labels = asked.labels or [np.tile(np.arange(len(asked.layout.classes)), PER_CLASS)]
+    labels = asked.labels or [np.tile(np.arange(len(asked.layout.answers)), PER_CLASS)]
     counts = []
     for y in labels:
         plan = plan_of(asked.method, Participant({}, y, np.asarray(y), np.random.default_rng(0)), asked.hyper)

@@ -49,6 +49,8 @@ def rehearsed(asked: Asked, flops: float, own: Workload | None = None) -> Rehear
     """Sizes from rounds 2 to ``ROUNDS`` of ``DEVICES`` devices. flops: of one device and round. own: the samples and
     devices of an experiment, or of a file; without them samples are generated. Raises ConfigError if it would take
     long, and FleetError."""
+    if asked.layout.task is not None:
+        raise ConfigError(f"a rehearsal knows classes, not {asked.layout.task.kind}")
     if not asked.moving.everything:
         raise ConfigError("some arrays are frozen")
     devices = min(DEVICES, asked.devices, DEVICES if own is None else len(own.train))

@@ -42,6 +42,9 @@ def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: boo
     if cut.window is not None:
         raise DataError("is not a table of readings, so windows cannot be cut", where=str(path),
                         expected="a .csv or .ndjson file", hint="leave the window out")
+    if labelled and cut.outputs is not None and kind != ".npz":
+        raise DataError("has classes, not numbers to predict", where=str(path),
+                        expected=f".npz with x, y and perhaps outputs, or a table with a column '{cut.targets[0]}'")
     if (path.is_dir() or kind == ".wav") and is_sound(path):
         if labelled and not path.is_dir():
             raise DataError("is one recording", where=str(path), expected="a folder with a subfolder for each class")

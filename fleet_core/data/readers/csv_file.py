@@ -17,41 +17,44 @@ from fleet_core.data.readers.table import KEYS, Lines, Table
 
 
 def read_csv(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: bool = True) -> Raw:  # noqa: B008 (frozen)
-    """The header has ``label`` and optionally ``client`` and ``time``; all other columns are numbers, which ``forms``
-    interprets. labelled: False ignores ``label``, which may be absent.
+    """The header has ``label``, or the columns ``cut.targets``, and optionally ``client`` and ``time``; all other
+    columns are numbers, which ``forms`` interprets. labelled: False ignores label and targets, which may be absent.
 
     Raises DataError that names the line and the column.
     """
     try:
         check_file(path, limit_bytes)
         with open(path, encoding="utf-8-sig", newline="") as file:
-            return arranged(_table(csv.reader(file, strict=True), path, limit_bytes, labelled), cut)
+            return arranged(_table(csv.reader(file, strict=True), path, limit_bytes, labelled, cut), cut)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), expected="a .csv file in UTF-8") from error
 
 
-def _table(reader: Any, path: Path, limit_bytes: int, labelled: bool) -> Table:
+def _table(reader: Any, path: Path, limit_bytes: int, labelled: bool, cut: Cut) -> Table:
     try:
         header = [name.strip() for name in next(reader, [])]
-        features = _features(header, path, labelled)
-        keys = [key for key in KEYS if key in header and (labelled or key != "label")]
-        lines = Lines(path, [header[i] for i in features], keys, limit_bytes)
-        _read(reader, header, features, keys, lines, path)
+        features = _features(header, path, labelled, cut)
+        keys = [key for key in KEYS if key in header and (key != "label" or (labelled and cut.outputs is None))]
+        targets = cut.targets if labelled else ()
+        lines = Lines(path, [header[i] for i in features], keys, limit_bytes, targets)
+        _read(reader, header, [*features, *map(header.index, targets)], keys, lines, path)
     except csv.Error as error:
         raise DataError(f"is not valid .csv: {error}", where=f"{path}: line {reader.line_num}") from error
     return lines.table()
 
 
-def _features(header: list[str], path: Path, labelled: bool) -> list[int]:
+def _features(header: list[str], path: Path, labelled: bool, cut: Cut) -> list[int]:
     """Positions of the columns with a sample's numbers."""
-    if labelled and "label" not in header:
-        near = schema.suggest("label", header)
-        hint = f"rename the column '{near}'" if near else "the first line names the columns; one of them is 'label'"
-        raise DataError("has no column 'label'", where=f"{path}: line 1", hint=hint)
+    for name in (("label",) if cut.outputs is None else cut.targets) if labelled else ():
+        if name not in header:
+            near = schema.suggest(name, header)
+            hint = f"the first line names the columns; one of them is '{name}'"
+            raise DataError(f"has no column '{name}'", where=f"{path}: line 1",
+                            hint=f"rename the column '{near}'" if near else hint)
     for name, times in Counter(header).items():
         if times > 1:
             raise DataError(f"has {times} columns named '{name}'", where=f"{path}: line 1")
-    features = [i for i, name in enumerate(header) if name not in KEYS]
+    features = [i for i, name in enumerate(header) if name not in (*KEYS, *cut.targets)]
     if not features:
         raise DataError("has no feature column", where=f"{path}: line 1", expected="a column beside label")
     return features

@@ -69,7 +69,7 @@ def _all_have(channels: Channels, steps: int) -> bool:
 
 def _rows(table: Table, x: NDArray[np.float64], notes: tuple[str, ...]) -> Raw:
     rows = np.arange(len(table))
-    return Raw(x, table.labels(rows), table.text(table.client, rows), table.time, None, table.row, notes)
+    return Raw(x, table.y(rows), table.text(table.client, rows), table.time, None, table.row, notes, table.outputs)
 
 
 def _numbered(names: Sequence[str]) -> tuple[Channels, list[str]]:

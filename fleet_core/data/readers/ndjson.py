@@ -1,5 +1,6 @@
 """Reads samples as JSON, one object per line (.ndjson, .jsonl): whole samples ``{"x": [[…], […]], "label": …}``, or
-rows of a table ``{"time": …, "ax": …, "ay": …, "label": …}``, which ``forms`` interprets like those of a .csv.
+rows of a table ``{"time": …, "ax": …, "ay": …, "label": …}``, which ``forms`` interprets like those of a .csv. In place
+of the label a line may have targets, each under its name.
 """
 
 from __future__ import annotations
@@ -32,32 +33,36 @@ Object = dict[str, Any]
 
 def read_ndjson(path: Path, limit_bytes: int, cut: Cut = Cut(), *, labelled: bool = True) -> Raw:  # noqa: B008 (frozen)
     """The first line decides whether lines are samples (with ``x``) or rows of a table, and whether they have
-    ``client`` and ``time``. labelled: False ignores ``label``, which may be absent.
+    ``client`` and ``time``. labelled: False ignores label and targets, which may be absent.
 
     Raises DataError that names the line.
     """
     try:
         check_file(path, limit_bytes)
         with open(path, "rb") as file:
-            objects = _objects(file, path, labelled)
+            ignored = () if labelled and cut.outputs is None else ("label",) if labelled else ("label", *cut.targets)
+            objects = _objects(file, path, ignored)
             line, first = next(objects, (1, {}))
             if not first:
                 raise DataError("holds no samples", where=f"{path}: line {line}")
+            targets = cut.targets if labelled else ()
             keys = [key for key in KEYS if key in first]
-            if labelled and "label" not in keys:
-                near = schema.suggest("label", first)
-                raise DataError("has no 'label'", where=f"{path}: line {line}",
-                                hint=f"rename '{near}'" if near else None)
+            for name in (("label",) if cut.outputs is None else targets) if labelled else ():
+                if name not in first:
+                    near = schema.suggest(name, first)
+                    raise DataError(f"has no '{name}'", where=f"{path}: line {line}",
+                                    hint=f"rename '{near}'" if near else None)
             rows = chain([(line, first)], objects)
             if isinstance(first.get("x"), list):
-                return _samples(rows, keys, path, limit_bytes, cut)
-            return _table(rows, [name for name in first if name not in keys], keys, path, limit_bytes, cut)
+                return _samples(rows, keys, targets, path, limit_bytes, cut)
+            names = [name for name in first if name not in (*keys, *targets)]
+            return _table(rows, names, keys, targets, path, limit_bytes, cut)
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(path)) from error
 
 
-def _objects(file: typing.BinaryIO, path: Path, labelled: bool) -> Iterator[tuple[int, Object]]:
-    """(line number, object) of every line that is not blank."""
+def _objects(file: typing.BinaryIO, path: Path, ignored: Sequence[str]) -> Iterator[tuple[int, Object]]:
+    """(line number, object without the keys ``ignored``) of every line that is not blank."""
     decoder = json.JSONDecoder(parse_constant=_no_number)
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         where = f"{path}: line {number}"
@@ -72,8 +77,8 @@ def _objects(file: typing.BinaryIO, path: Path, labelled: bool) -> Iterator[tupl
             raise DataError(f"is not JSON: {str(error)[:200]}", where=where, expected="one object per line") from error
         if not isinstance(found, dict):
             raise DataError("is not a JSON object", where=where, expected='{"x": …, "label": …}')
-        if not labelled:
-            found.pop("label", None)
+        for name in ignored:
+            found.pop(name, None)
         yield number, found
 
 
@@ -85,21 +90,21 @@ def _no_number(constant: str) -> typing.NoReturn:
 
 
 def _table(
-    rows: Iterator[tuple[int, Object]], names: Sequence[str], keys: Sequence[str], path: Path, limit_bytes: int,
-    cut: Cut,
+    rows: Iterator[tuple[int, Object]], names: Sequence[str], keys: Sequence[str], targets: Sequence[str], path: Path,
+    limit_bytes: int, cut: Cut,
 ) -> Raw:  # fmt: skip
     if not names:
         raise DataError("has no numbers beside " + ", ".join(keys), where=f"{path}: line 1",
                         expected="'x', or a name for each channel")
-    lines = Lines(path, names, keys, limit_bytes)
-    numbers = itemgetter(*names, names[0])  # two or more names always give a tuple
+    lines, columns = Lines(path, names, keys, limit_bytes, targets), (*names, *targets)
+    numbers = itemgetter(*columns, names[0])  # two or more names always give a tuple
     for line, found in rows:
         where = f"{path}: line {line}"
-        if len(found) != len(names) + len(keys) or not found.keys() >= {*names, *keys}:
-            raise _other_keys(found, [*names, *keys], where)
+        if len(found) != len(columns) + len(keys) or not found.keys() >= {*columns, *keys}:
+            raise _other_keys(found, [*columns, *keys], where)
         cells = numbers(found)[:-1]
         if not set(map(type, cells)) <= {int, float}:
-            name = next(name for name, cell in zip(names, cells, strict=True) if type(cell) not in (int, float))
+            name = next(name for name, cell in zip(columns, cells, strict=True) if type(cell) not in (int, float))
             raise DataError(f"'{name}' is {_shown(found[name])}", where=where, expected="a number")
         try:
             lines.add(line, cells, _about(found, keys, where))
@@ -137,17 +142,21 @@ def _shown(value: Any) -> str:
 
 
 def _samples(
-    rows: Iterator[tuple[int, Object]], keys: Sequence[str], path: Path, limit_bytes: int, cut: Cut
-) -> Raw:
+    rows: Iterator[tuple[int, Object]], keys: Sequence[str], targets: Sequence[str], path: Path, limit_bytes: int,
+    cut: Cut,
+) -> Raw:  # fmt: skip
     if cut.window is not None:
         raise DataError("has whole samples, which cannot be cut into windows", where=str(path),
                         hint="leave the window out")
-    lines, values = Lines(path, (), keys, limit_bytes), array.array("d")
+    lines, values = Lines(path, (), keys, limit_bytes, targets), array.array("d")
     shape, all_integers = tuple[int, ...](), True
     for line, found in rows:
         where = f"{path}: line {line}"
-        if found.keys() != {"x", *keys}:
-            raise _other_keys(found, ["x", *keys], where)
+        if found.keys() != {"x", *keys, *targets}:
+            raise _other_keys(found, ["x", *keys, *targets], where)
+        for name in targets:
+            if type(found[name]) not in (int, float):
+                raise DataError(f"'{name}' is {_shown(found[name])}", where=where, expected="a number")
         x = _array(found["x"], where)
         shape = shape or x.shape
         if x.shape != shape:
@@ -158,14 +167,14 @@ def _samples(
         values.frombytes(x.astype(np.float64).tobytes())
         bound(len(values) * 8, limit_bytes, path)
         try:
-            lines.add(line, (), _about(found, keys, where))
+            lines.add(line, [found[name] for name in targets], _about(found, keys, where))
         except OverflowError:
-            raise DataError("'time' is too large", where=where) from None
+            raise DataError("has a number that is too large", where=where) from None
     table = lines.table()
     rows_N = np.arange(len(table))
     x_N = np.frombuffer(values, np.float64).reshape(len(table), *shape)
-    return Raw(x_N.astype(np.int64) if all_integers else x_N, table.labels(rows_N),
-               table.text(table.client, rows_N), table.time, None, table.row)
+    return Raw(x_N.astype(np.int64) if all_integers else x_N, table.y(rows_N),
+               table.text(table.client, rows_N), table.time, None, table.row, outputs=table.outputs)
 
 
 def _array(x: Any, where: str) -> NDArray[Any]:

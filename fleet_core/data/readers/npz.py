@@ -17,12 +17,12 @@ from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import Raw, bound, row_number
 
-ARRAYS = ("x", "y", "client", "time", "classes")
+ARRAYS = ("x", "y", "client", "time", "classes", "outputs")
 
 
 def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
-    """Reads the arrays x, y and, if present, client, time and classes; others are ignored. labelled: False allows y to
-    be absent.
+    """Reads the arrays x, y and, if present, client, time, classes and outputs; others are ignored. labelled: False
+    allows y to be absent.
 
     Raises DataError for other files, object arrays, and arrays of more than ``limit_bytes`` unpacked.
     """
@@ -37,7 +37,9 @@ def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
     except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), expected="a .npz file of numpy.savez") from error
     y = arrays.get("y", np.empty(0, np.int64))
-    return Raw(arrays["x"], y, arrays.get("client"), arrays.get("time"), arrays.get("classes"), row_number)
+    outputs = tuple(map(str, arrays.get("outputs", np.empty(0)).ravel()))
+    return Raw(arrays["x"], y, arrays.get("client"), arrays.get("time"), arrays.get("classes"), row_number,
+               outputs=outputs)
 
 
 def _require(members: dict[str, zipfile.ZipInfo], path: Path, names: tuple[str, ...]) -> None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from fleet_core.base.errors import DataError
 from fleet_core.data.shaping import sound
 
+TARGET = "target"
+"""The column of the number to predict, unless columns are named."""
 SECONDS = 1.0
 """The window of a fleet that learns from sound, unless it is given."""
 
@@ -20,7 +22,8 @@ SECONDS = 1.0
 @dataclass(frozen=True)
 class Raw:
     """The arrays of a file: x [N, ...], y [N], client [N] | None, time [N] | None, classes [C] | None. y is empty when
-    labels are not required and absent.
+    labels are not required and absent; targets are [N, K], or [N] for one output. outputs: their names, if the file or
+    the caller has them.
 
     row: name of sample i in messages ("row 3" of an array, "line 5" of a text file, "cat/1.png" of a folder).
     notes: sentences for the user about how the file was read.
@@ -33,16 +36,18 @@ class Raw:
     classes: NDArray[Any] | None
     row: Callable[[int], str]
     notes: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How readings and sound are cut into windows, and images brought to one size.
+    """How readings and sound are cut into windows, images brought to one size, and which columns are targets.
 
     shape: shape of the fleet's samples, or None. window: readings in a window, if shape is None. stride: readings
     between the starts of two windows; None: the length of a window, so that windows do not overlap. size: height and
     width of images, if shape is None. fit: as in ``resize.fitted``. rate_hz: of sound; 0: as the files have it.
-    seconds: of a window of sound, if shape is None; its stride counts samples of sound.
+    seconds: of a window of sound, if shape is None; its stride counts samples of sound. outputs: the columns of a table
+    that are targets; None where samples have classes, empty where the file names its targets itself.
     """
 
     shape: tuple[int, ...] | None = None
@@ -52,6 +57,12 @@ class Cut:
     fit: str = "refuse"
     rate_hz: int = 0
     seconds: float = SECONDS
+    outputs: tuple[str, ...] | None = None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The columns of a table that are targets: without a name ``TARGET``."""
+        return () if self.outputs is None else self.outputs or (TARGET,)
 
     def image(self, channels: int) -> tuple[int, ...] | None:
         """The shape of images of so many channels; None if each file keeps its size."""

@@ -33,7 +33,8 @@ class Names:
 @dataclass(frozen=True, eq=False)
 class Table:
     """values: float64 [N, F] of the columns ``names``, all finite. time: float64 [N] in seconds. lines: int64 [N], line
-    numbers from 1. where: the file. limit_bytes: the largest size of arrays made from the table."""
+    numbers from 1. where: the file. limit_bytes: the largest size of arrays made from the table. outputs, targets:
+    names and float64 [N, K] of the columns to predict; None where samples have classes."""
 
     where: str
     names: tuple[str, ...]
@@ -43,6 +44,8 @@ class Table:
     time: NDArray[np.float64] | None
     lines: NDArray[np.int64]
     limit_bytes: int
+    outputs: tuple[str, ...] = ()
+    targets: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -57,17 +60,22 @@ class Table:
         bound(len(rows) * column.names.itemsize, self.limit_bytes, self.where)
         return column.at(rows)
 
-    def labels(self, rows: NDArray[np.int64]) -> NDArray[np.str_]:
-        """The labels of these rows; empty when the table has none."""
+    def y(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """The labels of these rows, or their targets [n, K]; empty when the table has neither."""
+        if self.targets is not None:
+            return self.targets[rows]
         label = self.text(self.label, rows)
         return np.empty(0, np.str_) if label is None else label
 
 
 class Lines:
-    """Collects the lines of a file for a table. keys: those of KEYS that the file has."""
+    """Collects the lines of a file for a table. keys: those of KEYS that the file has. outputs: columns of targets,
+    whose numbers follow those of ``names`` in each row."""
 
-    def __init__(self, path: Path, names: Sequence[str], keys: Sequence[str], limit_bytes: int):
-        self._path, self._names, self._limit = path, tuple(names), limit_bytes
+    def __init__(
+        self, path: Path, names: Sequence[str], keys: Sequence[str], limit_bytes: int, outputs: Sequence[str] = ()
+    ):
+        self._path, self._names, self._limit, self._outputs = path, tuple(names), limit_bytes, tuple(outputs)
         self._values, self._times, self._lines = array.array("d"), array.array("d"), array.array("q")
         self._text = {key: (array.array("q"), dict[str, int]()) for key in keys if key != "time"}
 
@@ -90,17 +98,19 @@ class Lines:
     def table(self) -> Table:
         """Raises DataError for a number that is not finite."""
         lines = np.frombuffer(self._lines, np.int64)
-        values = np.frombuffer(self._values, np.float64).reshape(len(lines), len(self._names))
+        columns, width = (*self._names, *self._outputs), len(self._names)
+        values = np.frombuffer(self._values, np.float64).reshape(len(lines), len(columns))
         times = np.frombuffer(self._times, np.float64) if self._times else None
-        self._check_finite(values, lines, self._names)
+        self._check_finite(values, lines, columns)
         if times is not None:
             self._check_finite(times[:, None], lines, ("time",))
         text = {
             key: Names(np.array(list(code_of), np.str_), np.frombuffer(codes, np.int64))
             for key, (codes, code_of) in self._text.items()
         }
-        return Table(str(self._path), self._names, values, text.get("label"), text.get("client"), times, lines,
-                     self._limit)
+        targets = values[:, width:] if self._outputs else None
+        return Table(str(self._path), self._names, values[:, :width], text.get("label"), text.get("client"), times,
+                     lines, self._limit, self._outputs, targets)
 
     def _check_finite(self, values: NDArray[np.float64], lines: NDArray[np.int64], names: Sequence[str]) -> None:
         if not np.isfinite(values).all():

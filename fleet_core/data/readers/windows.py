@@ -1,7 +1,8 @@
 """Cuts windows from a recording in which each row is a reading.
 
-A window has one client, one label and no gap in time. A gap is a step back, or one of more than 1.5 times the client's
-median step. The readings of a client are in the order of the file, even when clients alternate.
+A window has one client, one label or the mean of its readings' targets, and no gap in time. A gap is a step back, or
+one of more than 1.5 times the client's median step. The readings of a client are in the order of the file, even when
+clients alternate.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Rows = NDArray[np.int64]
 
 
 def cut(table: Table, length: int, stride: int) -> Raw:
-    """x float32 [W, C, length]. A window has the label of its readings and the time of the last one. Readings with an
-    empty label are skipped. Raises DataError when there is no window."""
+    """x float32 [W, C, length]. A window has the label of its readings, or the mean of their targets, and the time of
+    the last one. Readings with an empty label are skipped. Raises DataError when there is no window."""
     if not len(table):
         raise DataError("holds no samples", where=table.where)
     order = np.arange(len(table)) if table.client is None else np.argsort(table.client.codes, kind="stable")
@@ -47,13 +48,19 @@ def cut(table: Table, length: int, stride: int) -> Raw:
     left = np.where(counts, lengths - (counts - 1) * stride - length, lengths)
     return Raw(
         x=x,
-        y=table.labels(heads),
+        y=table.y(heads) if table.targets is None else _means(table.targets[order], first, length),
         client=table.text(table.client, heads),
         time=None if table.time is None else table.time[tails],
         classes=None,
         row=lambda i: f"{table.row(int(heads[i]))} to {table.row(int(tails[i]))}",
         notes=(_note(len(table), len(first), length, stride, len(starts), gaps, left, taken, lengths),),
+        outputs=table.outputs,
     )
+
+
+def _means(targets_NK: NDArray[np.float64], first: Rows, length: int) -> NDArray[np.float64]:
+    """[W, K]: of the windows that start at ``first``."""
+    return np.stack([sliding_window_view(one, length)[first].mean(-1) for one in targets_NK.T], 1)
 
 
 def _stretches(table: Table, order: Rows) -> tuple[Rows, int]:

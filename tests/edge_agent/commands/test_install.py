@@ -90,6 +90,10 @@ def test_a_device_without_samples_says_that_it_needs_them(run: Run, tmp_path: Pa
     assert "there are no samples yet" in out
     np.save(tmp_path / "a.npy", np.eye(3, 8, dtype=np.float32)[:1] * 3)
     np.save(tmp_path / "b.npy", np.eye(3, 8, dtype=np.float32)[1:2] * 3)
+    refused = run("samples", "add", tmp_path / "a.npy", "--home", home)
+    assert "the samples have no class; expected --label CLASS" in refused.err
+    refused = run("samples", "add", tmp_path / "a.npy", "--target", "1.5", "--home", home)
+    assert "this fleet has classes, not numbers to predict; expected --label CLASS" in refused.err
     for name in ("a", "b"):
         assert run("samples", "add", tmp_path / f"{name}.npy", "--label", name, "--home", home)[0] == 0
     assert run("personalize", "--home", home)[0] == 0

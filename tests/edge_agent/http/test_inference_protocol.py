@@ -32,7 +32,7 @@ class Sums:
     def __init__(self, dtype: str = "float32", *, unknown: bool = False, error: FleetError | None = None):
         self.now: Facts | None = Facts((2,), dtype, CLASSES, 7, unknown, "embed")
         self.unknown, self.error = unknown, error
-        self.learned: list[tuple[np.ndarray, Sequence[str]]] = []
+        self.learned: list[tuple[np.ndarray, Sequence[str] | np.ndarray]] = []
 
     def facts(self) -> Facts | None:
         return self.now
@@ -46,7 +46,7 @@ class Sums:
         told = tuple(s > 0 for s in sums) if self.unknown else ()
         return Answer(labels, rows, told, 7, "abc", "proto", graph="embed")
 
-    def learn(self, x: np.ndarray, labels: Sequence[str], *, new: bool) -> Mapping[str, Any]:
+    def learn(self, x: np.ndarray, labels: Sequence[str] | np.ndarray, *, new: bool) -> Mapping[str, Any]:
         if self.error is not None:
             raise self.error
         self.learned.append((x, labels))

@@ -67,7 +67,7 @@ def test_the_agent_takes_over_what_a_program_on_the_device_has_noticed(tmp_path:
 def test_evaluations_are_no_answers(tmp_path: Path) -> None:
     service = device(tmp_path)
     service.predict(shifted())
-    service.held_back_accuracy()
+    service.held_back()
     assert service.drift.moved_at == 0
 
 

@@ -59,9 +59,9 @@ def held(service: Service) -> dict[str, bytes]:
 
 
 def accuracy(service: Service) -> float:
-    found = service.held_back_accuracy()
+    found = service.held_back()
     assert found is not None
-    return found[1]
+    return float(found.figures["accuracy"])
 
 
 # Taught samples -------------------------------------------------------------------------------------------------------

@@ -12,11 +12,9 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError, ConfigError, DataError
 from fleet_core.learning import local_training, losses, models
-from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.personalization.ridge_head import RidgeHead
 from fleet_core.tasks.regression import Errors, Regression
-from tests.support import homes
 from tests.support.simulation import Fleet, Samples, hyper_of
 
 VALUES, DEVICES = 8, 5
@@ -177,9 +175,3 @@ def test_fine_tuning_and_a_ridge_head_learn_a_new_devices_own_offset() -> None:
     assert ridge.mae is not None
     assert tuned.mae[0] < 0.5 * before.mae[0]
     assert ridge.mae[0] < 0.5 * before.mae[0]
-
-
-def test_a_device_that_answers_with_classes_takes_no_graphs_of_numbers() -> None:
-    layout = fleet_of("fedavg").layout
-    with pytest.raises(BundleError, match="the graphs are of regression"):
-        graph_bundle.assemble(layout, homes.plain().info, {})
