@@ -53,7 +53,7 @@ class Presence:
     fleet that it has; empty in a fleet that never had another. ca: id of the authority of its certificate, likewise.
     update: of programs that it fetches itself; None: it cannot. moved: how many samples it had answered when it noticed
     that they have moved away from what it was personalized on; 0: it has not. demands_secure, demands_noise: what the
-    device demands of rounds (``device_settings.Demands``).
+    device demands of rounds (``device_settings.Demands``). numbers: it masks the numbers beside an update too.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -84,6 +84,7 @@ class Presence:
     moved: int = field(default=0, metadata={**whole(1 << 53), "sparse": True})
     demands_secure: bool = field(default=False, metadata={"sparse": True})
     demands_noise: float = field(default=0.0, metadata={"min": 0, "max": 1e9, "sparse": True})
+    numbers: bool = field(default=False, metadata={"sparse": True})
 
     @property
     def reads(self) -> int:
