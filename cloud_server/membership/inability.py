@@ -12,11 +12,12 @@ from fleet_core.protocol.device_messages import Presence
 
 def inability(
     presence: Presence, *, method: Method, link: LinkSection, parameters: int, parts: bool = False, graph: bool = True,
-    private: bool = False, secure: bool = False, noise: float = 0.0,
+    private: bool = False, secure: bool = False, numbers: bool = False, noise: float = 0.0,
 ) -> str | None:
     """The reason, or None. parameters: the model's number of parameters. parts: a round
     may train a part of the model. graph: the fleet has a graph for training without torch. private: updates are
-    clipped, and may get noise. secure: updates are masked. noise: what devices add themselves, over the clip."""
+    clipped, and may get noise. secure, numbers: updates are masked, and numbers beside them. noise: what devices add
+    themselves, over the clip."""
     if presence.proto != messages.PROTOCOL:
         return f"speaks protocol {presence.proto}, this is {messages.PROTOCOL}"
     if not presence.train:
@@ -38,5 +39,7 @@ def inability(
     if secure and not presence.secure:
         return ("cannot mask its updates, as secure_aggregation asks: its agent is too old, or device.toml names no "
                 "certificate of this fleet ('metafleet flash' gives one)")
+    if numbers and not presence.numbers:
+        return "cannot mask the numbers beside its updates: its agent is too old"
     unmet = Demands(presence.demands_secure, presence.demands_noise).unmet(secure=secure, noise=noise)
     return f"its [privacy] keeps it out: {unmet}" if unmet else None

@@ -101,10 +101,11 @@ def assemble(
     wire = layout.extended(method.down, method.shared)
     checkpoints = Checkpoints(fleet.folder / "state", log)
     spool = Spool(fleet.folder / "spool", wire, method.shared)
+    masked = fleet.config.privacy.secure_aggregation
     cannot = partial(
         inability, method=method, link=fleet.config.link, parameters=layout.parameters(MODEL_GROUPS),
         parts=fleet.config.train.parts, graph=steps is not None, private=fleet.config.privacy.on,
-        secure=fleet.config.privacy.secure_aggregation,
+        secure=masked, numbers=masked and bool(method.up_scalars or method.server.weighted(fleet.hyper)),
         noise=fleet.config.privacy.noise_multiplier if fleet.config.privacy.mode == LOCAL else 0.0,
     )
     audit = Recorder(fleet.folder, now, log)

@@ -137,6 +137,7 @@ class Reporter:
             moved=moved,
             demands_secure=self._settings.privacy.secure_aggregation,
             demands_noise=self._settings.privacy.noise_multiplier,
+            numbers=has_certificate(self._settings),
         )
         self._send(topics.presence(self._fleet, self._name), messages.encode(presence), retain=True)
 

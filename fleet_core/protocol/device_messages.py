@@ -52,7 +52,8 @@ class Presence:
     and has a certificate. key: id of the newest key of the fleet that it has; empty in a fleet that never had another.
     ca: id of the authority of its certificate, likewise. update: of programs that it fetches itself; None: it cannot.
     moved: number of samples that it had answered when it noticed drift; 0: it has noticed none. demands_secure,
-    demands_noise: what the device demands of rounds (``device_settings.Demands``).
+    demands_noise: what the device demands of rounds (``device_settings.Demands``). numbers: whether it also masks the
+    numbers beside an update.
     """
 
     st: str = field(metadata={"choices": ("on", "off")})
@@ -83,6 +84,7 @@ class Presence:
     moved: int = field(default=0, metadata={**whole(1 << 53), "sparse": True})
     demands_secure: bool = field(default=False, metadata={"sparse": True})
     demands_noise: float = field(default=0.0, metadata={"min": 0, "max": 1e9, "sparse": True})
+    numbers: bool = field(default=False, metadata={"sparse": True})
 
     @property
     def reads(self) -> int:

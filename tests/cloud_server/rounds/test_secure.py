@@ -18,6 +18,7 @@ from cloud_server.rounds.secure_round import SecureRounds
 from cloud_server.rounds.server_rule import RuleState
 from edge_agent.compute import update
 from edge_agent.device.state import DeviceState
+from edge_agent.rounds import reports
 from edge_agent.rounds.secure_update import SecureUpdates
 from fleet_core.algorithms.interface import Update as AlgorithmUpdate
 from fleet_core.algorithms.methods.registry import PRODUCT
@@ -29,7 +30,7 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.model.encoded_update import encode_update
 from fleet_core.privacy.secure_participant import Participant
 from fleet_core.protocol import messages, topics
-from fleet_core.protocol.device_messages import Down
+from fleet_core.protocol.device_messages import Down, Presence
 from fleet_core.protocol.secure_messages import REVEALED, Revealed, SecureStep
 from tests.support import inprocess
 from tests.support.brokers import private_broker
@@ -178,6 +179,24 @@ def test_a_masked_round_leaves_what_the_same_updates_in_the_open_leave(
 def all_arrays(state: Any) -> list[Any]:
     several = (state.model, state.served, *(state.memory[role] for role in sorted(state.memory)))
     return [array for params in several for array in storage.flatten(params).values()]
+
+
+@pytest.mark.slow
+def test_an_agent_too_old_to_mask_a_number_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def presence(**values: Any) -> Presence:
+        return Presence(**{**values, "numbers": not values["boot"].startswith("d0")})
+
+    monkeypatch.setattr(reports, "Presence", presence)
+    wanted = text("metavers", rounds=1).replace(f"min_devices = {DEVICES}", f"min_devices = {DEVICES - 1}")
+    w = world(tmp_path, wanted)
+    w.start_server()
+    for n in range(DEVICES):
+        w.start_agent(f"d{n}", toy(n))
+    ended(w, 1)
+    assert counted(w, 1) == {f"d{n}" for n in range(1, DEVICES)}
+    row = w.server.ledger.device("d0")
+    assert row.cannot == "cannot mask the numbers beside its updates: its agent is too old"
+    w.close()
 
 
 @pytest.mark.slow
