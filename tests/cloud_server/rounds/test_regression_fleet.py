@@ -12,6 +12,8 @@ import pytest
 
 import metafleet
 from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.reports.html_report import render
@@ -32,12 +34,15 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
-from fleet_core.data.samples import Samples
+from fleet_core.data.samples import Samples, save
 from fleet_core.link.loopback import LoopbackBroker
+from fleet_core.link.mqtt import parse_url
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec
 from fleet_core.protocol.device_messages import Report
 from fleet_core.tasks.regression import Regression
+from tests.support.brokers import accepts_connections, free_port
+from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
 
 OUTPUTS = ("speed", "load")
@@ -321,3 +326,25 @@ def test_metrics_and_rows_have_the_errors(fleet: World) -> None:
     assert all({"mae.speed", "mae.load", "r2.speed"} <= row.keys() and "accuracy" not in row for row in rows)
     page = metrics.text(figures_of(fleet.agents["a"]))
     assert 'metafleet_agent_mean_absolute_error{stage="after",output="speed"} ' in page
+
+
+@pytest.mark.slow
+def test_two_agents_learn_over_the_embedded_broker(tmp_path: Path) -> None:
+    made = create_fleet(tmp_path / "fleet", text(rounds=3), exported)
+    for number in range(2):
+        device = tmp_path / f"d{number}"
+        write_device_folder(made, device.name, device, "mqtt://127.0.0.1:1883")
+        save(device / "samples.npz", drawn(number, gain=1 + number / 5))
+    with processes(tmp_path, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
+        running.start("server")
+        running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
+        running.start(*running.devices())
+
+        def evaluated() -> bool:
+            with Ledger(made.ledger_path, create=False) as ledger:
+                return {row.device for row in ledger.rows(TaskEvaluation, round=3, stage="after")} == {"d0", "d1"}
+
+        running.until(evaluated, "the evaluations of the last model")
+    found = outcome.of_fleet(made.folder)
+    assert found["task"]["after"]["measures"]["r2"]["speed"] > found["task"]["before"]["measures"]["r2"]["speed"]
+    assert found["rounds"][-1]["task"]["samples"] == 48
