@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -249,22 +248,21 @@ def _add_targets(file: Path, target: str | None, service: Service, task: Regress
             processes.say(note)
     else:
         x = unlabelled.load(file, raw, stride=stride, say=processes.say, outputs=task.outputs)
-        y = np.tile(_numbers(target, task), (len(x), 1))
+        y = np.tile(_numbers(target, service), (len(x), 1))
     with service.slots.writing():
         total = service.local().add_targets(x, y)
     print(f"{len(x)} samples with {', '.join(task.outputs)} added, {total} added by now")
 
 
-def _numbers(target: str, task: Regression) -> list[float]:
-    """Raises ConfigError unless ``target`` is a finite number for each output."""
-    expected = f"{len(task.outputs)} numbers: {', '.join(task.outputs[:20])}"
+def _numbers(target: str, service: Service) -> np.ndarray[Any, Any]:
+    """[K]. Raises ConfigError unless ``target`` is a finite number for each output."""
+    from edge_agent.inference import relearn
+
     try:
-        found = [float(part) for part in target.split(",")]
+        found = np.array([float(part) for part in target.split(",")])
     except ValueError as error:
-        raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected=expected) from error
-    if len(found) != len(task.outputs) or not all(map(math.isfinite, found)):
-        raise ConfigError(f"'{target[:80]}'", where="--target", expected=expected)
-    return found
+        raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
+    return relearn.checked_targets(service, found)
 
 
 def list_samples(home: Path, as_json: bool) -> None:

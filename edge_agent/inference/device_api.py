@@ -7,13 +7,14 @@ under the same locks. No torch, no connection. docs/python-device.md
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edge_agent.device.local_samples import LocalData
 from edge_agent.device.sample_buffer import SampleBuffer, Stored
 from edge_agent.inference import relearn
 from edge_agent.inference.service import Service, service_of
@@ -94,7 +95,9 @@ class Device:
         """The fleet's classes, then this device's own. Raises DataError, StateError if the samples cannot be read."""
         return self._service.local().names()
 
-    def add(self, x: ArrayLike, label: str | None = None, time: float | None = None) -> str:
+    def add(
+        self, x: ArrayLike, label: str | float | Sequence[float] | None = None, time: float | None = None
+    ) -> str:
         """Stores a raw sample [*shape] and returns its id. The oldest unlabelled samples are removed when a limit of
         ``[unlabelled]`` in device.toml is passed. label: as in ``label``. time: Unix seconds; None: now.
 
@@ -105,7 +108,7 @@ class Device:
         if time is not None and not math.isfinite(time):
             raise DataError(f"time {time}", expected="Unix seconds")
         if label is not None:
-            relearn.check_labels(self._service, [label], new=False)
+            self._storing(label, new=False)
         name = self._buffer.add(sample, time)
         if label is not None:
             self.label(name, label)
@@ -118,21 +121,31 @@ class Device:
         self._service.follow()
         return self._answers(sample[None])[0]
 
-    def label(self, id: str, label: str, *, new_class: bool = False) -> None:
-        """Gives an unlabelled sample its class; the next personalization learns it. new_class: ``label`` may be a new
-        class of this device alone.
+    def label(self, id: str, label: str | float | Sequence[float], *, new_class: bool = False) -> None:
+        """Gives an unlabelled sample its class, or in a fleet that predicts numbers its targets; the next
+        personalization learns it. new_class: ``label`` may be a new class of this device alone.
 
         Raises ConfigError for an unknown label, DataError if no unlabelled sample has this id (it has a label already,
         or was removed by a limit), StateError.
         """
-        relearn.check_labels(self._service, [label], new=new_class)
+        store = self._storing(label, new=new_class)
         with self._service.slots.writing():
             local = self._service.local()
             self._buffer.recover(local.is_added)
             with self._buffer.labelling(id, local.added()) as stored:
                 if stored is None:
                     raise self._missing(id)
-                local.add(self._sample(stored.x)[None], [label])
+                store(local, self._sample(stored.x)[None])
+
+    def _storing(
+        self, label: str | float | Sequence[float], *, new: bool
+    ) -> Callable[[LocalData, np.ndarray[Any, Any]], int]:
+        """What stores a sample with this class, or these targets. Raises ConfigError."""
+        if isinstance(label, str):
+            relearn.check_labels(self._service, [label], new=new)
+            return lambda local, x: local.add(x, [label])
+        y = relearn.checked_targets(self._service, np.atleast_1d(np.asarray(label, np.float64)))
+        return lambda local, x: local.add_targets(x, y[None])
 
     def sample(self, id: str) -> np.ndarray[Any, Any]:
         """An unlabelled sample [*shape]. Raises DataError if there is none with this id, StateError."""

@@ -132,6 +132,17 @@ def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
         )
 
 
+def checked_targets(service: Service, y: Array) -> Array:
+    """y [K]: the targets of one sample. Raises ConfigError unless they are a finite number for each output."""
+    task = service.layout.task
+    if task is None:
+        raise ConfigError("a number, and this fleet has classes", expected="the name of a class")
+    if y.shape != (len(task.outputs),) or not np.isfinite(y).all():
+        raise ConfigError(f"the targets are {y.tolist()[:20]}",
+                          expected=f"a finite number for each of {', '.join(task.outputs[:20])}")
+    return y
+
+
 def _takes_own_classes(service: Service) -> bool:
     if not service.slots.in_order():
         return False

@@ -29,6 +29,7 @@ from cloud_server.ledger.ledger_tables import (
     RoundCodec,
     RoundPrivacy,
     Row,
+    TaskEvaluation,
     Traffic,
     Update,
     Usage,
@@ -191,6 +192,19 @@ def test_evaluations_of_the_last_evaluated_rounds_stay(ledger: Ledger) -> None:
     evaluated = sorted({row.round for row in ledger.each(Evaluation, device="a")})
     assert evaluated[0] >= 400 - 5 * fold_rounds.EVALUATED
     assert len(evaluated) > fold_rounds.EVALUATED // 2
+
+
+def test_the_last_errors_of_a_fleet_of_numbers_stay_and_each_devices_last(ledger: Ledger) -> None:
+    fill(ledger, 1, 400)
+    sums = dict.fromkeys(("absolute", "squared", "total", "squares"), (1.0,))
+    said = TaskEvaluation(round=3, device="b", stage="after", method="fedavg", task="regression", outputs=("speed",),
+                          samples=7, sums=sums)
+    ledger.put(said, *(replace(said, round=number, device="a") for number in range(5, 401, 5)))
+    for _ in range(3):
+        ledger.fold(390)
+    assert ledger.rows(TaskEvaluation, device="b") == [said]
+    kept = [row.round for row in ledger.each(TaskEvaluation, device="a")]
+    assert kept == list(range(405 - 5 * fold_rounds.EVALUATED, 401, 5))
 
 
 def test_few_rounds_and_an_open_round_are_not_folded(ledger: Ledger) -> None:

@@ -40,7 +40,8 @@ from fleet_core.base.errors import StateError
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
 
-NO_FOLDING = "".join(f"DROP TABLE {name};" for name in re.findall(r"CREATE TABLE (\w+)", folded_tables.SCHEMA))
+NO_FOLDING = "DROP TABLE task_evaluations;" + "".join(
+    f"DROP TABLE {name};" for name in re.findall(r"CREATE TABLE (\w+)", folded_tables.SCHEMA))
 
 
 @pytest.fixture
@@ -267,7 +268,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 
 def without_skipped(ledger: Ledger) -> None:
-    """Undoes versions 7 to 11."""
+    """Undoes versions 7 to 12."""
     ledger._db.executescript(NO_FOLDING)
     ledger._db.execute("DROP TABLE privacy")
     ledger._db.execute("DROP TABLE arrays")
@@ -275,7 +276,7 @@ def without_skipped(ledger: Ledger) -> None:
 
 
 def without_spread(ledger: Ledger) -> None:
-    """Undoes versions 6 to 11."""
+    """Undoes versions 6 to 12."""
     without_skipped(ledger)
     ledger._db.execute("DROP TABLE absent_energy")
     ledger._db.execute("DROP TABLE usage")

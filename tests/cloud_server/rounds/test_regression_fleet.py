@@ -12,11 +12,14 @@ import pytest
 
 import metafleet
 from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
+from cloud_server.results.evaluations import evaluated
 from edge_agent.commands import device_commands
 from edge_agent.commands.run import figures_of
 from edge_agent.http import metrics
@@ -32,12 +35,15 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
-from fleet_core.data.samples import Samples
+from fleet_core.data.samples import Samples, save
 from fleet_core.link.loopback import LoopbackBroker
+from fleet_core.link.mqtt import parse_url
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec
 from fleet_core.protocol.device_messages import Report
 from fleet_core.tasks.regression import Regression
+from tests.support.brokers import accepts_connections, free_port
+from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
 
 OUTPUTS = ("speed", "load")
@@ -101,7 +107,7 @@ def trained(folder: Path, rounds: int = 2, *, method: str = "fedavg-meta", hyper
         made.start_agent(name, drawn(number, gain=1 + number / 5))
         (folder / "devices" / name / "device.toml").write_text(
             f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
-    assert made.pump(lambda: len(made.server.ledger.rows(TaskEvaluation, stage="after")) == 2)
+    assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
     return made
 
 
@@ -211,8 +217,18 @@ def test_samples_are_added_with_targets_and_a_class_is_refused(tmp_path: Path,
     assert json.loads(capsys.readouterr().out) == [{"recorded": 36, "held_back": 24, "added": 10}]
     device_commands.drop(home(fleet), 5)
     assert local.local().added() == 5
-    with pytest.raises(ConfigError, match="--target: '1'; expected 2 numbers: speed, load"):
+    device = Device(home(fleet))
+    late = device.add(new.x[0])
+    device.label(late, [118.0, 0.5])
+    device.add(new.x[1], (119.0, 0.25))
+    np.testing.assert_array_equal(local.local().every().y[-2:], [[118.0, 0.5], [119.0, 0.25]])
+    for wrong in (1.0, [1.0, float("nan")]):
+        with pytest.raises(ConfigError, match=r"the targets are .*; expected a finite number for each of speed, load"):
+            device.add(new.x[2], wrong)
+    with pytest.raises(ConfigError, match=r"the targets are \[1.0\]; expected a finite number for each of speed, load"):
         device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False, target="1")
+    with pytest.raises(ConfigError, match="--target: 'fast' is not numbers"):
+        device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False, target="fast")
     with pytest.raises(ConfigError, match="a class 'fast', and this fleet predicts speed, load"):
         device_commands.add(tmp_path / "x.npy", "fast", home(fleet), new_class=False)
     with pytest.raises(ConfigError, match="a class 'fast'"):
@@ -321,3 +337,25 @@ def test_metrics_and_rows_have_the_errors(fleet: World) -> None:
     assert all({"mae.speed", "mae.load", "r2.speed"} <= row.keys() and "accuracy" not in row for row in rows)
     page = metrics.text(figures_of(fleet.agents["a"]))
     assert 'metafleet_agent_mean_absolute_error{stage="after",output="speed"} ' in page
+
+
+@pytest.mark.slow
+def test_two_agents_learn_over_the_embedded_broker(tmp_path: Path) -> None:
+    made = create_fleet(tmp_path / "fleet", text(rounds=3), exported)
+    for number in range(2):
+        device = tmp_path / f"d{number}"
+        write_device_folder(made, device.name, device, "mqtt://127.0.0.1:1883")
+        save(device / "samples.npz", drawn(number, gain=1 + number / 5))
+    with processes(tmp_path, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
+        running.start("server")
+        running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
+        running.start(*running.devices())
+
+        def all_evaluated() -> bool:
+            with Ledger(made.ledger_path, create=False) as ledger:
+                return evaluated(ledger, 3) == {"d0", "d1"}
+
+        running.until(all_evaluated, "the evaluations of the last model")
+    found = outcome.of_fleet(made.folder)
+    assert found["task"]["after"]["measures"]["r2"]["speed"] > found["task"]["before"]["measures"]["r2"]["speed"]
+    assert found["rounds"][-1]["task"]["samples"] == 48

@@ -35,7 +35,8 @@ FULL = Figures(
     fleet="desk", device="d0", version="0.1.0", connected=True, phase="train",
     traffic=Traffic(10, 20, 30, 40, {"model_down": 5, "graph_down": 1, "update_up": 3}, 2, 1.5),
     usage=ProcessUsage(2.5, 80.0), energy=(Energy("train", 4.5, "ina219", True), Energy("radio", 0.5, "wifi", False)),
-    flops=1e9, round=3, served_round=2, accuracy={"before": 0.5, "after": 0.75}, errors={"after": {"load": 0.25}}, answered=7, last_answer_s=1.7e9,
+    flops=1e9, round=3, served_round=2, accuracy={"before": 0.5, "after": 0.75}, errors={"after": {"load": 0.25}},
+    answered=7, last_answer_s=1.7e9,
 )
 """The figures of an agent that has measured everything."""
 
