@@ -112,6 +112,19 @@ def memory(found: Mapping[str, Any]) -> str:
     return markdown(head, rows)
 
 
+def in_python(found: Mapping[str, Any]) -> str:
+    """Medians in MB; the larger figure of the two homes."""
+    moments = {"answered": "after an answer", "personalized": "after personalize()"}
+    figures = {(moment, kind): f"{kind.upper()} {said}" for moment, said in moments.items()
+               for kind in ("uss", "pss", "rss")}
+    figures["peak", "rss"] = "highest RSS"
+    rows = []
+    for name, one in _models(found):
+        largest = [max(home[moment][kind]["median"] for home in one.values()) for moment, kind in figures]
+        rows.append([name, *(f"{size / 1e6:.1f}" for size in largest)])
+    return markdown(["model", *figures.values()], rows)
+
+
 def starting(found: Mapping[str, Any]) -> str:
     """Medians by version."""
     figures = {"help_cpu_s": "--help, CPU s", "help_mb": "--help, MB", "predict_cpu_s": "predict, CPU s",
@@ -155,7 +168,7 @@ def _both(one: Mapping[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency, "int8": int8,
-    "starting": starting,
+    "starting": starting, "in_python": in_python,
 }  # fmt: skip
 """The function by the result file's name; other files have other tables."""
 

@@ -15,6 +15,7 @@ from benchmarks.on_device import (
     answers,
     fleets,
     homes,
+    in_python,
     int8,
     latency,
     memory,
@@ -73,6 +74,18 @@ def test_the_peak_of_a_command_is_its_own_and_not_that_of_the_process_that_start
 def test_a_command_that_fails_is_no_figure() -> None:
     with pytest.raises(RuntimeError, match="gone"):
         memory.launched([sys.executable, "-c", "import sys; sys.exit('gone')"])
+
+
+@LINUX
+def test_a_program_with_a_device_has_no_torch_and_its_own_pages_are_part_of_all(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    place = homes.made(TINY, tmp_path / "made", graph_bundle.unpack(bundles["all"].read_bytes()))
+    found = in_python.run(place.homes["proto"], place.x)
+    assert not found["torch"]
+    for moment in ("answered", "personalized"):
+        one = found[moment]
+        assert 10e6 < one["uss"] <= one["pss"] <= one["rss"] < 1.05 * found["peak"]["rss"], "a peak is counted late"
 
 
 def test_answers_are_timed_on_a_device_that_took_its_steps(bundles: dict[str, Path], tmp_path: Path) -> None:
