@@ -80,7 +80,7 @@ def _personalization_facts(slots: Slots, settings: Settings) -> dict[str, Any]:
     facts: dict[str, Any] = {"personalize_by": choice.by, "personalized": personal is not None}
     if personal is not None:
         facts |= {"personalization": personal.how, "graph": personal.graph}
-        if "auto" in personal.settings:
+        if personal.how == "auto":
             facts["auto"] = personal.settings["auto"]
     if back is not None:
         facts["rolled_back"] = {"round": back.round, "id": back.model, "why": back.why}
@@ -293,12 +293,12 @@ def drop(home: Path, number: int) -> None:
 
 
 def _auto_text(auto: Mapping[str, Any]) -> str:
-    """What ``auto`` chose and by which figures, as a sentence. auto: a ``Choice`` as plain values."""
-    judged = sorted(auto["judged"].items(), key=lambda item: -item[1]["accuracy"])
-    if not judged:
-        return f"kept {auto['way']}: too few labelled samples to compare ways ({auto['samples']} could be evaluated)"
-    figures = ", ".join(f"{way} {one['accuracy']:.3f}" for way, one in judged)
-    return f"chose {auto['way']} by cross-validated accuracy on {auto['samples']} of its own samples: {figures}"
+    """How ``auto`` weighs the ways, as a sentence. auto: a ``Mixture`` as plain values."""
+    if not auto["samples"]:
+        return f"weighs {', '.join(auto['ways'])} alike: no class has two labelled samples"
+    ways = sorted(auto["ways"].items(), key=lambda item: -item[1]["weight"])
+    figures = ", ".join(f"{way} {one['weight']:.2f} (accuracy {one['accuracy']:.3f})" for way, one in ways)
+    return f"weighs by cross-validation on {auto['samples']} of its own samples: {figures}"
 
 
 def _text(value: Any) -> str:

@@ -21,8 +21,8 @@ import numpy as np
 
 from edge_agent.compute.onnx_session import Session, open_kind, open_session
 from edge_agent.device.state import FORMAT, MAX_STATE_BYTES, Weights
-from edge_agent.inference.chosen_plan import chosen_plan, needs_head
 from edge_agent.inference.embedded_support import Embed, Support
+from edge_agent.inference.mixed_plans import mixed_plans, needs_head
 from edge_agent.inference.personalizers import EMBEDS, Plan
 from edge_agent.inference.predictor import Predictor, UnknownDetector, widened
 from fleet_core.algorithms.methods.pfedgp import Gaussian
@@ -33,6 +33,7 @@ from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization.drift import NAMES, Reference
 from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.mixture import Mixture
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.personalization.ridge_head import RidgeHead
 from fleet_core.personalization.unknown_class import Thresholds
@@ -47,10 +48,10 @@ AGAIN = "personalize again"
 
 @dataclass(frozen=True, eq=False)
 class Personalization:
-    """how: ``proto``, ``head``, ``knn``, ``gp``, the personalizer that took gradient steps, or ``none`` if the device
-    itself chose to answer with the served model as it is. model, round: id and round of the served model; the
-    personalization is invalid for any other. classes: names of the labels, the fleet's first. settings: plain values
-    that answering needs."""
+    """how: ``proto``, ``head``, ``knn``, ``gp``, their mixture ``auto``, the personalizer that took gradient steps, or
+    ``none`` if the device itself chose to answer with the served model as it is. model, round: id and round of the
+    served model; the personalization is invalid for any other. classes: names of the labels, the fleet's first.
+    settings: plain values that answering needs."""
 
     how: str
     model: str
@@ -99,7 +100,8 @@ class Personalization:
     @property
     def prototypes(self) -> Prototypes:
         """The class means. Raises StateError if they are missing or invalid."""
-        return Prototypes.checked(self.arrays, self.model, str(self.settings.get("distance", "squared")))
+        found = Prototypes.checked(self.arrays, self.model, str(self.settings.get("distance", "squared")))
+        return replace(found, frequent=bool(self.settings.get("frequent")))
 
 
 # Make -----------------------------------------------------------------------------------------------------------------
@@ -115,8 +117,7 @@ def from_samples(
     quantile: float, int8: bytes = b"",
 ) -> Personalization:
     """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples; for a task
-    by a ridge head; or by the one of ``plan.candidates`` that answers them best, with the figures in
-    ``settings["auto"]``.
+    by a ridge head; or by a mixture of ``plan.candidates``, with its figures in ``settings["auto"]``.
 
     cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: sets
     the threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
@@ -133,24 +134,27 @@ def from_samples(
         about = {"decay": ridge.decay, "int8": bool(int8)}
         return Personalization("head", weights.model, weights.round, (), arrays, about)
     classes = samples.classes or graph.layout.classes
-    head_SN = None
+    plans, head_SN = plan.candidates or (plan,), np.zeros((len(samples.y), len(classes)), np.float32)
     if any(map(needs_head, plan.candidates)) or (plan.kind == "knn" and plan.mixture is None):
         head_SN = _of_fleets_head(graph, weights, samples, len(classes))
-    auto: dict[str, Any] = {}
+    settings: dict[str, Any] = {"quantile": quantile, "int8": bool(int8)}
+    for one in plans:
+        settings |= _settings(one, support, head_SN)
     if plan.candidates:
-        plan, choice = chosen_plan(plan, support.z, support.y, len(classes), head_SN)
-        auto = {"auto": schema.plain(choice)}
-    settings = {"distance": plan.distance, "neighbours": plan.neighbours, "mixture": plan.mixture, "steps": plan.steps,
-                "quantile": quantile, "int8": bool(int8), **auto}
-    if plan.gaussian is not None:
-        settings["gaussian"] = schema.plain(plan.gaussian)
+        settings["auto"] = schema.plain(mixed_plans(plan, support.z, support.y, len(classes), head_SN))
+    return _fitted(Personalization(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
+
+
+def _settings(plan: Plan, support: Support, head_SN: Array) -> dict[str, Any]:
+    """What answering by ``plan`` needs. head_SN: as in ``Neighbours.of``."""
+    if plan.kind == "proto":
+        return {"distance": plan.distance, "frequent": plan.frequent}
+    if plan.kind == "head":
+        return {"steps": plan.steps}
     if plan.kind == "knn":
-        of_head = np.zeros((len(support.y), len(classes)), np.float32) if head_SN is None else head_SN
-        settings["share"] = Neighbours.of(support.z, support.y, of_head, plan.neighbours, plan.mixture).share
-    personal = Personalization(plan.kind, weights.model, weights.round, classes, {}, settings)
-    if plan.kind == "none":
-        return replace(personal, classes=graph.layout.classes, arrays=support.arrays())
-    return _fitted(personal, support, None)
+        near = Neighbours.of(support.z, support.y, head_SN, plan.neighbours, plan.mixture)
+        return {"neighbours": plan.neighbours, "mixture": plan.mixture, "share": near.share}
+    return {} if plan.gaussian is None else {"gaussian": schema.plain(plan.gaussian)}
 
 
 def open_encoder(graph: Graph, weights: Weights, int8: bytes = b"") -> Session:
@@ -170,11 +174,12 @@ def _of_fleets_head(graph: Graph, weights: Weights, samples: Samples, n_classes:
 def extended(personal: Personalization, embed: Embed, new: Samples) -> Personalization | None:
     """``personal`` with more raw samples; embeds only these. ``new.classes`` must start with ``personal.classes``.
 
-    None if the embeddings of earlier samples are needed and not stored; the whole personalization must then be made
-    again.
+    None if the embeddings of earlier samples are needed and not stored, and for a mixture, whose weights may change;
+    the whole personalization must then be made again.
     """
     support = personal.support
-    if not personal.embeds or (support is None and personal.how != "proto") or new.outputs:
+    lacking = support is None and personal.how != "proto"
+    if not personal.embeds or personal.how == "auto" or lacking or new.outputs:
         return None
     classes = new.classes or personal.classes
     z = embed(new.x)
@@ -191,13 +196,14 @@ def _fitted(personal: Personalization, support: Support, means: Prototypes | Non
     """``personal`` with all its arrays. means: the class means of ``support``, if known."""
     settings, n_classes = dict(personal.settings), len(personal.classes)
     if means is None:
-        means = Prototypes.empty(n_classes, support.z.shape[1], personal.model, str(settings["distance"]))
+        distance = str(settings.get("distance", "squared"))
+        means = Prototypes.empty(n_classes, support.z.shape[1], personal.model, distance)
         means = means.add(support.z, support.y)
     limit = Thresholds.calibrate(support.z, support.y, means, settings["quantile"]).distances
     arrays = {**support.arrays(), **_named(means), "limit": limit}
     reference = Reference.of(support.z, support.y, means)
     arrays |= {} if reference is None else reference.arrays()
-    if personal.how == "head":
+    if "steps" in settings and personal.how in ("head", "auto"):
         head = Head.fit(support.z, support.y, n_classes, steps=settings["steps"])
         arrays |= {"weight": head.weight, "bias": head.bias}
     return replace(personal, arrays=arrays)
@@ -234,16 +240,24 @@ def open_predictor(
     thresholds = Thresholds(_checked(personal.arrays, "limit", (len(means.counts),)))
     detector = UnknownDetector(means, thresholds) if unknown else None
     encoder = _encoder(personal, graph, weights, int8, before)
-    if personal.how == "proto":
-        return Predictor(encoder, means, unknown_detector=detector)
-    if personal.how == "head":
+    predictor = Predictor(encoder, unknown_detector=detector)
+    mixture = _mixture(personal) if personal.how == "auto" else None
+    ways = (personal.how,) if mixture is None else tuple(mixture.ways)
+    if "proto" in ways:
+        predictor = replace(predictor, prototypes=means)
+    if "head" in ways:
         shape = means.prototypes.shape
         head = Head(_checked(personal.arrays, "weight", shape), _checked(personal.arrays, "bias", shape[:1]))
-        return Predictor(encoder, fitted=head, unknown_detector=detector)
-    if personal.how == "gp":
-        return Predictor(encoder, processes=_processes(personal, encoder, samples), unknown_detector=detector)
-    head_session = None if before is None or before.encoder is None else before.session
-    return _with_neighbours(personal, graph, weights, encoder, head_session, detector, samples)
+        predictor = replace(predictor, fitted=head)
+    if "gp" in ways:
+        predictor = replace(predictor, processes=_processes(personal, encoder, samples))
+    if "knn" in ways:
+        predictor = replace(predictor, neighbours=_neighbours(personal, encoder, samples))
+    if "none" in ways or ("knn" in ways and personal.settings["mixture"] != 1.0):
+        head_session = None if before is None or before.encoder is None else before.session
+        head_session = head_session or open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
+        predictor = replace(predictor, session=head_session, encoder=encoder)
+    return replace(predictor, mixture=mixture)
 
 
 def _encoder(
@@ -274,17 +288,17 @@ def _from_weights(personal: Personalization, graph: Graph, weights: Weights) -> 
     return Predictor.proto(graph, trees.only(params, ("body",)), means)
 
 
-def _with_neighbours(
-    personal: Personalization, graph: Graph, weights: Weights, encoder: Session, head: Session | None,
-    detector: UnknownDetector | None, samples: Samples | None,
-) -> Predictor:
-    support = _support(personal, encoder, samples)
-    n_classes, settings = len(personal.classes), personal.settings
-    near = Neighbours(support.z, support.y, n_classes, int(settings["neighbours"]), float(settings["share"]))
-    if settings["mixture"] == 1.0:
-        return Predictor(encoder, neighbours=near, unknown_detector=detector)
-    head = head or open_kind(graph, "predict", trees.only(weights.params, MODEL_GROUPS))
-    return Predictor(head, None, encoder, near, unknown_detector=detector)
+def _neighbours(personal: Personalization, encoder: Session, samples: Samples | None) -> Neighbours:
+    support, settings = _support(personal, encoder, samples), personal.settings
+    count, share = int(settings["neighbours"]), float(settings["share"])
+    return Neighbours(support.z, support.y, len(personal.classes), count, share)
+
+
+def _mixture(personal: Personalization) -> Mixture:
+    mixture, _ = schema.read(Mixture, personal.settings.get("auto"))
+    if mixture is None or not mixture.ways:
+        raise StateError("the weights of the ways are not here", hint=AGAIN)
+    return mixture
 
 
 def _support(personal: Personalization, encoder: Session, samples: Samples | None) -> Support:

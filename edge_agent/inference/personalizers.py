@@ -31,13 +31,14 @@ HEAD_STEPS = 50
 class Plan:
     """How to personalize.
 
-    kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``auto``: one of ``candidates``;
+    kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``auto``: a mixture of ``candidates``;
     ``steps``: gradient steps by the graph ``adapt``; ``trainer``:
     gradient steps by torch; ``left``: the method's own personalizer cannot run here.
     how: the personalizer's name in answers.
     steps, rate: number and learning rate of gradient steps, or the steps of a fitted head; rate None: the fleet learns
-    the rates. distance: the distance to class means. neighbours, mixture: options of ``knn``. gaussian: options of
-    Gaussian processes. candidates: what ``auto`` chooses from, first the one to keep if the samples are few.
+    the rates. distance: the distance to class means. frequent: as in
+    ``Prototypes``. neighbours, mixture: options of ``knn``. gaussian: options of
+    Gaussian processes. candidates: what ``auto`` weighs.
     int8: embed with the quantized encoder if the slot has one.
     """
 
@@ -46,6 +47,7 @@ class Plan:
     steps: int = 0
     rate: float | None = None
     distance: str = "squared"
+    frequent: bool = False
     neighbours: int = NEIGHBOURS
     mixture: float | None = None
     gaussian: Gaussian | None = None
@@ -114,14 +116,13 @@ def _of_choice(
 
 
 def _candidates(method: Method, hyper: Any, graph: Graph) -> tuple[Plan, ...]:
-    """The plans without gradient steps, first the method's own; if it has none, the served model as it is, or class
-    means."""
+    """The plans without gradient steps, the method's own first. Class means count how frequent a class is."""
     own = _of_method(Personalize(), method, hyper, graph, trainer=False, trained=False)
     named = [by for by in ("none", *ON_SHARED_ENCODER) if not _why_impossible(by, method, graph)]
     plans = [_of_choice(Personalize(by), method, hyper, graph, trainer=False, trained=False) for by in named]
     if own.kind in EMBEDS:
         plans = [own, *(plan for plan in plans if plan.kind != own.kind)]
-    return tuple(plans)
+    return tuple(replace(plan, frequent=plan.kind == "proto") for plan in plans)
 
 
 def _of_method(

@@ -15,6 +15,7 @@ from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.mixture import Mixture
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.personalization.unknown_class import Thresholds
 from fleet_core.tasks.regression import Regression
@@ -43,8 +44,8 @@ class Predictor:
     """Raw samples -> probabilities, or with a ``task`` numbers float64 [n, N] in the user's unit.
 
     session: an encoder, used with ``prototypes``, a ``fitted`` head, ``neighbours`` or Gaussian ``processes``; or a
-    model with a head. encoder: embeds samples for ``neighbours`` if ``session`` is a model with a head. ridge: a fitted
-    head of a task.
+    model with a head. encoder: embeds samples for these if ``session`` is a model with a head. ridge: a fitted head of
+    a task. mixture: of all that are there.
     """
 
     session: Session
@@ -56,6 +57,7 @@ class Predictor:
     unknown_detector: UnknownDetector | None = None
     ridge: RidgeHead | None = None
     task: Regression | None = None
+    mixture: Mixture | None = None
 
     @classmethod
     def proto(cls, graph: Graph, params: Params, prototypes: Prototypes, *, threads: int = 1) -> Predictor:
@@ -98,15 +100,24 @@ class Predictor:
         if self.task is not None:
             return self.task.in_units(out if self.ridge is None else self.ridge.answers(z)), None
         unknown = None if self.unknown_detector is None else self.unknown_detector.unknown(z)
-        if self.neighbours is not None:
-            has_head = self.encoder is not None
-            of_head = widened(softmax(out), self.neighbours.classes) if has_head else np.zeros((), np.float32)
-            return self.neighbours.probabilities(z, of_head), unknown
-        if self.fitted is not None:
-            return self.fitted.probabilities(z), unknown
-        if self.processes is not None:
-            return self.processes.probabilities(z), unknown
-        return (softmax(out) if self.prototypes is None else self.prototypes.probabilities(z)), unknown
+        if self.mixture is not None:
+            return self.mixture.answer({way: self._of_way(way, out, z) for way in self.mixture.ways}), unknown
+        ways = {"knn": self.neighbours, "head": self.fitted, "gp": self.processes, "proto": self.prototypes}
+        return self._of_way(next((way for way, there in ways.items() if there is not None), "none"), out, z), unknown
+
+    def _of_way(self, way: str, out: Array, z: Array) -> Array:
+        """The probabilities by one of the ways that are there, as ``of_outputs``."""
+        if way == "head" and self.fitted is not None:
+            return self.fitted.probabilities(z)
+        if way == "gp" and self.processes is not None:
+            return self.processes.probabilities(z)
+        if way == "proto" and self.prototypes is not None:
+            return self.prototypes.probabilities(z)
+        if self.neighbours is None:
+            return softmax(out)
+        has_head = self.encoder is not None
+        of_head = widened(softmax(out), self.neighbours.classes) if has_head else np.zeros((), np.float32)
+        return of_head if way == "none" else self.neighbours.probabilities(z, of_head)
 
     def probabilities(self, x: Array) -> Array:
         """float32 [n, N] of raw samples [n, *shape]. Raises DataError, and StateError if there is no prototype."""

@@ -232,7 +232,7 @@ class StoredModels:
             return Answering(
                 predictor, weights.model, weights.round, "none", layout, layout.classes, served.slot, "predict"
             )
-        needs_samples = personal.how in ("knn", "gp") and personal.support is None
+        needs_samples = personal.how in ("knn", "gp", "auto") and personal.support is None
         same_weights = before is not None and (before.model, before.slot) == (weights.model, served.slot)
         reused = before.predictor if before is not None and same_weights and before.graph == personal.graph else None
         predictor = personalization.open_predictor(

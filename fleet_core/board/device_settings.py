@@ -105,10 +105,9 @@ WAYS = ("method", "proto", "head", "knn", "adapt", "none", "auto")
 @dataclass(frozen=True)
 class Personalize:
     """by: the personalizer: ``method`` (that of the fleet's method), ``proto`` (class means), ``head`` (a head fitted
-    to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps), ``none``, or ``auto`` (the personalizer
-    without gradient steps that answers the device's own samples best). steps, rate: number and learning rate of
-    gradient steps, replacing the method's; steps also for a fitted head. int8: use the quantized encoder, if the bundle
-    has one."""
+    to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps), ``none``, or ``auto`` (a mixture of the
+    personalizers without gradient steps). steps, rate: number and learning rate of gradient steps, replacing the
+    method's; steps also for a fitted head. int8: use the quantized encoder, if the bundle has one."""
 
     by: str = field(default="method", metadata={"choices": WAYS})
     steps: int | None = field(default=None, metadata={"min": 1, "max": 10_000})

@@ -11,7 +11,7 @@ Shapes: n samples, D embedding width, N classes, S stored samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ Array = np.ndarray[Any, Any]
 
 BATCH = 256
 MAX_BYTES = 64 << 20
-MAX_DIFFERENCES = 1 << 22
-"""The most values (32 MiB) in one array of differences to stored samples; one sample may exceed it."""
+MAX_DISTANCES = 1 << 20
+"""The most distances (8 MiB) in one array; one sample may exceed it."""
 FARTHEST = np.finfo(np.float32).max
 """Distances are clipped to it, so that only classes without samples have an infinite distance."""
 SHARES = tuple(k / 10 for k in range(11))
@@ -40,17 +40,22 @@ class Prototypes:
 
     prototypes: float32 [N, D], 0 for a class without samples. counts: int64 [N], samples per class. weights: id of the
     encoder's weights; the means are valid only with these. distance: ``squared``, or ``norm`` for the distance itself
-    (Lim et al. 2024), which changes the probabilities but not the nearest class.
+    (Lim et al. 2024), which changes the probabilities but not the nearest class. frequent: a class counts as likely
+    beforehand as its share of the samples, in place of all alike: log(share) is added to −distance.
     """
 
     prototypes: Array
     counts: Array
     weights: str = ""
     distance: str = "squared"
+    frequent: bool = False
 
     @classmethod
-    def empty(cls, n_classes: int, width: int, weights: str = "", distance: str = "squared") -> Prototypes:
-        return cls(np.zeros((n_classes, width), np.float32), np.zeros(n_classes, np.int64), weights, distance)
+    def empty(
+        cls, n_classes: int, width: int, weights: str = "", distance: str = "squared", frequent: bool = False
+    ) -> Prototypes:
+        counts = np.zeros(n_classes, np.int64)
+        return cls(np.zeros((n_classes, width), np.float32), counts, weights, distance, frequent)
 
     @classmethod
     def from_support(
@@ -79,7 +84,7 @@ class Prototypes:
             of_class = z_nD[y_n == label]
             counts[label] += len(of_class)
             mean[label] += (of_class - mean[label]).sum(0) / counts[label]
-        return Prototypes(mean.astype(np.float32), counts, self.weights, self.distance)
+        return replace(self, prototypes=mean.astype(np.float32), counts=counts)
 
     def probabilities(self, z_nD: Array) -> Array:
         """softmax(−distance) float32 [n, N]; 0 for a class without samples. Raises StateError when no class has any."""
@@ -104,6 +109,8 @@ class Prototypes:
         if self.distance == "norm":
             distance_nN = np.sqrt(distance_nN)
         scores_nN = np.negative(np.minimum(distance_nN, FARTHEST))
+        if self.frequent:
+            scores_nN += np.log(np.maximum(self.counts, 1) / self.counts.sum()).astype(np.float32)
         return scores_nN if self._complete else np.where(self.counts > 0, scores_nN, np.float32(-np.inf))
 
     def save(self, path: Path) -> None:
@@ -133,7 +140,7 @@ class Prototypes:
         """These prototypes with ``n_classes`` classes; the added ones have no samples."""
         more = n_classes - len(self.counts)
         means, counts = np.pad(self.prototypes, ((0, more), (0, 0))), np.pad(self.counts, (0, more))
-        return Prototypes(means, counts, self.weights, self.distance)
+        return replace(self, prototypes=means, counts=counts)
 
     def _valid(self) -> bool:
         return (
@@ -175,12 +182,12 @@ class Neighbours:
 
         without_self: z_nD are the stored samples, and no sample votes for itself.
         """
-        rows = max(1, MAX_DIFFERENCES // max(1, self.z.size))
+        rows = max(1, MAX_DISTANCES // max(1, len(self.z)))
         parts = [self._votes(z_nD[i : i + rows], i if without_self else None) for i in range(0, len(z_nD), rows)]
         return np.concatenate(parts) if parts else np.zeros((0, self.classes), np.float32)
 
     def _votes(self, z_nD: Array, start: int | None) -> Array:
-        distance_nS = np.sqrt(np.square(z_nD[:, None].astype(np.float64) - self.z).sum(2))
+        distance_nS = np.sqrt(_squared_distances(z_nD.astype(np.float64), self.z.astype(np.float64)))
         rows = np.arange(len(z_nD))
         if start is not None:
             distance_nS[rows, start + rows] = np.inf
@@ -194,6 +201,11 @@ class Neighbours:
     def probabilities(self, z_nD: Array, head_nN: Array) -> Array:
         """λ · votes + (1 − λ) · head_nN (the head's probabilities), float32 [n, N]."""
         return _mixed(self.votes(z_nD), head_nN, self.share)
+
+
+def _squared_distances(a_nD: Array, b_SD: Array) -> Array:
+    """[n, S] by one product of matrices. It rounds the distance of equal samples to about 1e-8 of their norm."""
+    return np.asarray(np.maximum(np.square(a_nD).sum(1)[:, None] - 2 * a_nD @ b_SD.T + np.square(b_SD).sum(1), 0))
 
 
 def _mixed(votes_nN: Array, head_nN: Array, share: float) -> Array:

@@ -1,4 +1,5 @@
-"""Tasks: what a model answers if its answer is not a class. Numpy only.
+"""What a model answers, and how its answers are measured. Numpy only.
 
 ``regression``: numbers in the user's unit, how they are scaled for training, and the measures of their errors.
+``calibration``: how sure answers of a class are, and whether they are as often right.
 """

@@ -76,7 +76,7 @@ def test_more_queries_than_a_batch_are_answered_alike_and_none_at_all_too(monkey
     at, _ = cloud(600, seed=1)
     neighbours = Neighbours(z, y, 4, 5, 1.0)
     found = neighbours.votes(at)
-    monkeypatch.setattr(nearest, "MAX_DIFFERENCES", 100)
+    monkeypatch.setattr(nearest, "MAX_DISTANCES", 100)
     np.testing.assert_array_equal(found, neighbours.votes(at))
     np.testing.assert_allclose(neighbours.votes(z, without_self=True)[2:9], brute(z, y, 2, 9), rtol=1e-5, atol=1e-7)
     assert neighbours.votes(at[:0]).shape == (0, 4)

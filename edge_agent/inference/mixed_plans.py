@@ -1,4 +1,4 @@
-"""Chooses among a device's plans by cross-validation on its embedded samples. No torch.
+"""Answers of a device's plans from its embedded samples, and their weights in a mixture. No torch.
 
 Shapes: S stored samples, D embedding width, N classes.
 """
@@ -12,8 +12,8 @@ import numpy as np
 
 from edge_agent.inference.personalizers import Plan
 from fleet_core.base.errors import StateError
-from fleet_core.personalization.choose_way import Choice, choose_way
 from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.mixture import Mixture, mixture_of
 from fleet_core.personalization.nearest import Neighbours, Prototypes
 
 Array = np.ndarray[Any, Any]
@@ -24,26 +24,25 @@ def needs_head(plan: Plan) -> bool:
     return plan.kind == "none" or (plan.kind == "knn" and plan.mixture != 1.0)
 
 
-def chosen_plan(plan: Plan, z_SD: Array, y_S: Array, n_classes: int, head_SN: Array | None) -> tuple[Plan, Choice]:
-    """The candidate of ``plan`` that answers the device's own samples best, and the figures.
+def mixed_plans(plan: Plan, z_SD: Array, y_S: Array, n_classes: int, head_SN: Array | None) -> Mixture:
+    """The mixture of ``plan.candidates`` that answers the device's own samples best, by their kinds.
 
     z_SD, y_S: embedded samples in the order of their recording, and their labels. head_SN: the probabilities of the
     fleet's head for them; None if no candidate needs it. Raises StateError without a sample.
     """
     if not len(y_S):
         raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
-    ways = {one.kind: partial(_answers, one, z_SD, y_S, n_classes, head_SN) for one in plan.candidates}
-    choice = choose_way(ways, y_S)
-    return next(one for one in plan.candidates if one.kind == choice.way), choice
+    return mixture_of({one.kind: partial(answers, one, z_SD, y_S, n_classes, head_SN) for one in plan.candidates}, y_S)
 
 
-def _answers(
+def answers(
     plan: Plan, z_SD: Array, y_S: Array, n_classes: int, head_SN: Array | None, train: Array, test: Array
 ) -> Array:
     """The probabilities of the rows ``test``, personalized on the rows ``train``."""
     z, y = z_SD[train], y_S[train]
     if plan.kind == "proto":
-        return Prototypes.empty(n_classes, z.shape[1], distance=plan.distance).add(z, y).probabilities(z_SD[test])
+        means = Prototypes.empty(n_classes, z.shape[1], distance=plan.distance, frequent=plan.frequent)
+        return means.add(z, y).probabilities(z_SD[test])
     if plan.kind == "head":
         return Head.fit(z, y, n_classes, steps=plan.steps).probabilities(z_SD[test])
     if plan.kind == "gp":

@@ -1,0 +1,67 @@
+"""benchmarks/auto: its page has the figures of its result, and what is evaluated was not seen before."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import markdown
+from benchmarks.auto import devices, old_choice, run
+from benchmarks.auto.devices import Device, Set
+
+
+def test_the_page_has_the_figures_of_the_result() -> None:
+    page = (run.HERE / "README.md").read_text(encoding="utf-8")
+    result = json.loads((run.HERE / "result.json").read_text(encoding="utf-8"))
+    assert markdown.filled(page, run.tables(result)) == page
+
+
+@pytest.fixture
+def people() -> Set:
+    """Six people with two easy classes, one after the other."""
+    names = [f"p{k}" for k in range(6)]
+    y = np.tile(np.repeat([0, 1], 20), 6)
+    x = np.random.default_rng(0).normal(size=(240, 2, 16)).astype(np.float32)
+    x[:, 0] += 2 * y[:, None]
+    return Set(x, y, np.repeat(names, 40), "ds-cnn", devices._split(names, names[4:], (3, 1, 2)), gap=1)
+
+
+def test_evaluated_people_neither_train_nor_validate_with_any_seed(people: Set) -> None:
+    roles = [people.split(np.random.default_rng(seed)) for seed in range(5)]
+    assert {name for _, _, evaluated in roles for name in evaluated} == {"p4", "p5"}
+    assert {name for train, validate, _ in roles for name in (*train, *validate)} == {"p0", "p1", "p2", "p3"}
+    assert all(not set(train) & set(validate) for train, validate, _ in roles)
+    assert len({tuple(train) for train, _, _ in roles}) > 1
+
+
+def test_every_strategy_answers_the_later_samples_of_each_class(people: Set) -> None:
+    network = devices.trained(people, ["p0", "p1", "p2"], seed=0, steps=20)
+    device = devices.device_of(people, "p4", network)
+    assert (device.y.tolist(), device.query_y.tolist()) == ([0] * 12 + [1] * 12, [0] * 7 + [1] * 7)
+    for few in (True, False):
+        found, seconds = run.answered(device, few)
+        assert set(found) == {*run.MAIN, *run.OPTIONS}
+        assert all(answer.shape == (14, 2) for answer in found.values())
+        assert seconds["mixture"] > 0
+    accuracy = run.pooled([(found[run.MIXTURE], device.query_y, 2)])["accuracy"]
+    assert accuracy > 0.9
+
+
+def test_a_device_survives_its_file() -> None:
+    one = Device(np.ones((2, 3)), np.array([0, 1]), None, np.zeros((1, 3)), np.array([1]), None, 2, 0.5)
+    again = Device.of(one.arrays())
+    assert (again.head, again.classes, again.embed_s) == (None, 2, 0.5)
+    np.testing.assert_array_equal(again.z, one.z)
+
+
+def test_the_former_choice_keeps_the_first_way_unless_another_is_surely_better() -> None:
+    y = np.zeros(60, np.int64)
+
+    def right(number: int) -> np.ndarray:
+        return np.where((np.arange(60) < number)[:, None], [0.9, 0.1], [0.1, 0.9])
+
+    assert old_choice.chosen({"none": right(30), "head": right(31)}, y) == "none"
+    assert old_choice.chosen({"none": right(30), "head": right(40)}, y) == "head"
+    assert old_choice.chosen({"none": right(0)[:9], "head": right(9)[:9]}, y[:9]) == "none"
