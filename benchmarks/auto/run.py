@@ -228,13 +228,13 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
         for labels in LABELS:
             found[f"{role}-{labels}"] = _table(result[role][labels], MAIN)
     found |= {f"options-{labels}": _table(result["validation"][labels], OPTIONS) for labels in LABELS}
-    costs = [(name, *(f"{value:.1f}" for value in pair)) for name, pair in result["evaluated"]["cost"].items()]
+    costs = [(name, *(f"{value:.1f}" for value in result["evaluated"]["cost"][name])) for name in SETS]
     found["cost"] = markdown.table(("set", "÷ dearest way", "with embedding"), costs)
     return found
 
 
 def _table(by_strategy: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    sets = list(by_strategy["head"])
+    sets = [name for name in SETS if name in by_strategy["head"]]
     rows = []
     for name in names:
         one = by_strategy[name]
