@@ -84,6 +84,9 @@ METHODS = {
                    theirs={"lamda": ENVELOPE, "K": SEARCH_STEPS, "p_learning_rate": SEARCH_RATE, "beta": 1.0}),
     "FedRep": Pair("fedrep", lambda s: plain(s, 2 * s.steps, head_steps=s.steps), ("serverrep", "FedRep"), split=True),
     "FedBABU": Pair("fedbabu", tuned, ("serverbabu", "FedBABU"), split=True),
-    "FedProto": Pair("fedproto", lambda s: plain(s, pull=1.0), ("serverproto", "FedProto"), split=True),
     "LG-FedAvg": Pair("lg-fedavg", plain, ("serverlg", "LG_FedAvg"), split=True),
+    "FedProto": Pair("fedproto", lambda s: plain(s, pull=0.1), ("serverproto", "FedProto"), split=True),
+    "FedProto, no pull": Pair("fedproto", lambda s: plain(s, pull=0.0), ("serverproto", "FedProto"), split=True,
+                              theirs={"lamda": 0.0}),
+    "FedProto, pull 1": Pair("fedproto", lambda s: plain(s, pull=1.0), ("serverproto", "FedProto"), split=True),
 }

@@ -41,7 +41,7 @@ from fleet_core.data.sets.set_cache import load_set
 HERE = Path(__file__).parent
 RESULT = HERE / "result.json"
 SIDES = ("ours", "PFLlib")
-ROUNDS = {"mlp": 10, "cnn": 5}
+ROUNDS = {"mlp": 10, "cnn": 3}
 MINUS = "\N{MINUS SIGN}"
 
 Row = dict[str, Any]

@@ -10,7 +10,6 @@ used: it loads every method. Answers as ``ours`` does.
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib
 import os
 import random
@@ -41,13 +40,13 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Split(nn.Module):
-    """Like PFLlib's ``BaseHeadSplit``, whose module loads every network."""
+    """Like PFLlib's ``BaseHeadSplit``, whose module loads every network. The base's arrays come first: PFLlib sets a
+    base from a whole model in this order."""
 
     def __init__(self, whole: Theirs) -> None:
         super().__init__()
-        self.head = copy.deepcopy(whole.fc)
-        whole.fc = nn.Identity()
-        self.base = whole
+        head, whole.fc = whole.fc, nn.Identity()
+        self.base, self.head = whole, head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.base(x))
@@ -98,15 +97,19 @@ def keep_personal(client: Any) -> None:
 
 
 def evaluated(server: Any, method: str, setting: Setting) -> dict[str, float]:
-    """As PFLlib evaluates after the last round, with the models that it would evaluate. unchanged: what it reports of
-    pFedMe without ``keep_personal``."""
+    """As PFLlib evaluates after the last round, with the models that it would evaluate. unchanged: what it reports by
+    itself, where this differs: of pFedMe without ``keep_personal``; of Per-FedAvg, whose clients adapt to one batch and
+    here, as ours, to all of their samples."""
     if method == "FedBABU":
         return {"accuracy": float(server.rs_test_acc[-1])}  # ``train`` fine-tunes and evaluates at its end
     if method != "FedProto":
         server.send_models()
     if method == "Per-FedAvg":
         server.evaluate_one_step()
-        return {"accuracy": float(server.rs_test_acc[-1])}
+        for client in server.clients:
+            client.batch_size = setting.train
+            client.train_one_step()
+        return {"accuracy": share(server.test_metrics()), "unchanged": float(server.rs_test_acc[-1])}
     if method == "FedAvg, fine-tuned":
         for client in server.clients:
             for _ in range(setting.tuning_epochs // setting.epochs):

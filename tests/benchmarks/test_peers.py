@@ -1,8 +1,9 @@
-"""benchmarks/peers: both sides get the same samples and the same network. PFLlib itself is
-not here."""
+"""benchmarks/peers: both sides get the same samples and the same network, and the page has the figures of the result.
+PFLlib itself is not here."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_page_has_the_figures_of_the_result() -> None:
+    page = (run.HERE / "README.md").read_text(encoding="utf-8")
+    assert run.page(json.loads(run.RESULT.read_text(encoding="utf-8"))["runs"]) == page
+
+
 def test_both_sides_read_the_same_samples_of_the_same_devices(folder: Path) -> None:
     asked = ours.experiment(folder, "FedAvg", "mlp", 0, 1, SMALL)
     workload = workloads.build(asked)
@@ -68,7 +74,9 @@ def test_both_sides_begin_with_the_same_network(folder: Path, network: str) -> N
     first = [torch.tensor(array) for array in ours.first_weights(folder, network, 3)]
     whole = Theirs(network, x.shape[1:], first)
     np.testing.assert_allclose(whole(torch.tensor(x)).detach().numpy(), logits, atol=1e-5)
-    np.testing.assert_allclose(theirs.Split(whole)(torch.tensor(x)).detach().numpy(), logits, atol=1e-5)
+    split = theirs.Split(whole)
+    np.testing.assert_allclose(split(torch.tensor(x)).detach().numpy(), logits, atol=1e-5)
+    assert [name.split(".")[0] for name, _ in split.named_parameters()][-3:] == ["base", "head", "head"]
 
 
 @pytest.mark.parametrize("method", METHODS)
