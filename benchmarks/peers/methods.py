@@ -88,5 +88,7 @@ METHODS = {
     "FedProto": Pair("fedproto", lambda s: plain(s, pull=0.1), ("serverproto", "FedProto"), split=True),
     "FedProto, no pull": Pair("fedproto", lambda s: plain(s, pull=0.0), ("serverproto", "FedProto"), split=True,
                               theirs={"lamda": 0.0}),
+    "FedProto, both by the mean square, pull 1": Pair(
+        "fedproto", lambda s: plain(s, pull=1.0, pull_form="square"), ("serverproto", "FedProto"), split=True),
     "FedProto, pull 1": Pair("fedproto", lambda s: plain(s, pull=1.0), ("serverproto", "FedProto"), split=True),
 }

@@ -102,7 +102,7 @@ def evaluated(server: Any, method: str, setting: Setting) -> dict[str, float]:
     here, as ours, to all of their samples."""
     if method == "FedBABU":
         return {"accuracy": float(server.rs_test_acc[-1])}  # ``train`` fine-tunes and evaluates at its end
-    if method != "FedProto":
+    if METHODS[method].server[1] != "FedProto":  # which sends no model
         server.send_models()
     if method == "Per-FedAvg":
         server.evaluate_one_step()

@@ -218,7 +218,8 @@ class Estimators:
     def fedproto_loss(self, w: Params, total: Tensor, count: Tensor, x: Tensor, y: Tensor) -> Tensor:
         z = outputs(self._network, w, x, "embed")
         means = total / count.clamp(min=1)[:, None]
-        return self._of_head(self._head(w, z), y) + float(self._hyper.pull) * losses.pull(z, y, means, count)
+        pull = losses.pull(z, y, means, count, square=self._hyper.pull_form == "square")
+        return self._of_head(self._head(w, z), y) + float(self._hyper.pull) * pull
 
     def _fedproto(self, e: Episode) -> Gradient:
         def gradient(at: Params) -> tuple[Tensor, Params]:

@@ -121,8 +121,15 @@ def centroid_triplets(
     return loss_NN.sum() if total else loss_NN.sum() / other_NN.sum().clamp(min=1)
 
 
-def pull(z_ND: Tensor, y_N: Tensor, mean_KD: Tensor, count_K: Tensor) -> Tensor:
-    """Σ_k ‖mean of class k in the batch − the fleet's‖ over classes that both have (Tan et al. 2022, eq. 8)."""
+def pull(z_ND: Tensor, y_N: Tensor, mean_KD: Tensor, count_K: Tensor, *, square: bool = False) -> Tensor:
+    """Σ_k ‖mean of class k in the batch − the fleet's‖ over classes that both have (Tan et al. 2022, eq. 8).
+
+    square: the mean over samples and features of (z − the fleet's mean of the sample's class)² instead, where samples
+    of a class that the fleet lacks count as 0 (the authors' program).
+    """
+    if square:
+        member_NK = one_hot(y_N, len(count_K), z_ND.dtype) * (count_K > 0)
+        return ((z_ND - member_NK @ mean_KD) * member_NK.sum(1, keepdim=True)).square().mean()
     own_KD, own_K = prototypes(z_ND, y_N, len(count_K))
     both_K = ((own_K > 0) & (count_K > 0)).to(z_ND.dtype)
     return (_root((own_KD - mean_KD).square().sum(1)) * both_K).sum()

@@ -5,7 +5,7 @@ Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning 
 fleet's, and the server averages class means weighted by their counts. The whole model is personal. Deviations: eq. 6 as
 printed divides the weighted mean by the number of devices once more, which would draw the means towards zero; in eq. 8
 a device's class means are those of the batch. The authors' program uses the mean square between each sample and the
-fleet's mean of its class, and averages means without weights.
+fleet's mean of its class (``pull_form = "square"``), and averages means without weights.
 
 Means are sent as totals and counts, which can be summed: ``prototypes/total`` [classes, width] and
 ``prototypes/count`` [classes]. Counts tell the server which classes a device has. The method requires that a label
@@ -28,6 +28,7 @@ from fleet_core.algorithms.interface import (
     ServerState,
     Update,
     descend,
+    one_of,
     rate,
     weight,
 )
@@ -35,13 +36,17 @@ from fleet_core.algorithms.methods.partial_sharing import KeepingClient
 from fleet_core.algorithms.step_measures import with_constants
 from fleet_core.base.trees import Params
 
+PULL_FORMS = ("norm", "square")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pull(LocalSgd):
     """pull: λ, the weight of the distance between the device's class means and the fleet's (Tan: 1 on MNIST and
-    FEMNIST, 0.1 on CIFAR-10)."""
+    FEMNIST, 0.1 on CIFAR-10). pull_form: that distance: ``norm`` as in eq. 8, or the ``square`` of the authors'
+    program, which becomes weak near the fleet's means."""
 
     pull: float = weight(0.1)
+    pull_form: str = one_of("norm", PULL_FORMS)
 
 
 class PrototypeClient(KeepingClient):

@@ -156,6 +156,16 @@ def test_the_pull_is_the_distance_between_the_means_of_classes_that_both_have() 
     assert float(losses.pull(*tensors(z, y, fleet, np.zeros(5)))) == 0
 
 
+def test_the_pull_by_the_square_is_the_authors_mean_over_samples_and_features() -> None:
+    (z, y), fleet = cloud(), np.random.default_rng(1).normal(size=(5, 4))
+    count = np.array([0.0, 3, 2, 1, 8])
+    goal = np.stack([fleet[label] if count[label] else own for own, label in zip(z, y, strict=True)])
+    assert {0, 1} <= set(y.tolist())
+    assert float(losses.pull(*tensors(z, y, fleet, count), square=True)) == pytest.approx(
+        np.square(z - goal).mean(), rel=1e-12)
+    assert float(losses.pull(*tensors(z, y, fleet, np.zeros(5)), square=True)) == 0
+
+
 # Labels have no numbers -----------------------------------------------------------------------------------------------
 
 
