@@ -64,7 +64,7 @@ class Choosing:
 CHOOSING = {
     "omniglot": Choosing((100,), 20, ("ternary", "topk-10", "topk-1/topk-10")),
     "mnist": Choosing((100,), 40, ("ternary", "topk-10", "topk-1/topk-10")),
-    "cifar-10": Choosing((100,), 10, ("topk-10-4bit", "topk-1/topk-10")),
+    "cifar-10": Choosing((100,), 10, ("int8", "int4", "ternary", "topk-10", "topk-10-4bit", "topk-1/topk-10")),
 }
 """Task -> a shorter choice than the default's: models for images take longer."""
 
