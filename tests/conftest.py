@@ -21,6 +21,8 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 if TYPE_CHECKING:
+    from cloud_server.ledger.ledger import Ledger
+    from cloud_server.records.fleet_folder import Fleet
     from tests.support.loopback_board import Board
     from tests.support.programs import Programs
 
@@ -47,6 +49,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.programs import finished_fleet
 
     return finished_fleet(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    """A fleet with certificates and without a model."""
+    from tests.support.pki import fleet_without_model
+
+    return fleet_without_model(tmp_path / "fleet")
+
+
+@pytest.fixture
+def ledger(fleet: Fleet) -> Iterator[Ledger]:
+    """The ledger of ``fleet``, open."""
+    from cloud_server.ledger.ledger import Ledger
+
+    with Ledger(fleet.ledger_path) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,15 @@ one device, so that no way answers from an encoder that was trained for another.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.drift.run import spoken_digits
 from fleet_core.data import model_input
 from fleet_core.data.sets import spoken
 from fleet_core.data.sets.set_cache import load_set
@@ -141,14 +140,7 @@ def omniglot() -> Set:
 
 
 def digits() -> Set:
-    path = Path(os.environ["METAFLEET_SHARED"]) / "data" / "spoken-digits-4speakers.npz"
-    with np.load(path, allow_pickle=False) as archive:
-        held = {name: archive[name] for name in archive}
-    cuts = np.split(held["audio"], held["offset"][1:-1])
-    train, _ = spoken.by_take([
-        (int(take), str(who), int(digit), cut)
-        for take, who, digit, cut in zip(held["take"], held["speaker"], held["digit"], cuts, strict=True)
-    ])
+    train = spoken_digits()
     assert train.client is not None
     x = sound.spectrograms(np.ascontiguousarray(train.x[:, 0]), spoken.RATE_HZ)[:, None]
     names = list(train.clients)

@@ -23,6 +23,7 @@ import torch
 from benchmarks import markdown
 from fleet_core.base import storage
 from fleet_core.data import model_input
+from fleet_core.data.samples import Samples
 from fleet_core.data.sets import spoken
 from fleet_core.data.sets.set_cache import load_set
 from fleet_core.data.shaping import sound
@@ -68,7 +69,8 @@ def har() -> Set:
     return Set(x, y, who, "ds-cnn", (9, 6), blocks=True)
 
 
-def digits() -> Set:
+def spoken_digits() -> Samples:
+    """The training takes of four speakers, who are the clients."""
     with np.load(_shared("spoken-digits-4speakers.npz"), allow_pickle=False) as archive:
         held = {name: archive[name] for name in archive}
     cuts = np.split(held["audio"], held["offset"][1:-1])
@@ -76,6 +78,11 @@ def digits() -> Set:
         (int(take), str(who), int(digit), cut)
         for take, who, digit, cut in zip(held["take"], held["speaker"], held["digit"], cuts, strict=True)
     ])
+    return train
+
+
+def digits() -> Set:
+    train = spoken_digits()
     assert train.client is not None
     return Set(train.x[:, 0], train.y, train.client, "ds-cnn", (2, 1),
                prepare=lambda x: sound.spectrograms(np.ascontiguousarray(x), spoken.RATE_HZ))

@@ -31,15 +31,12 @@ HEAD_STEPS = 50
 class Plan:
     """How to personalize.
 
-    kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``auto``: a mixture of ``candidates``;
-    ``steps``: gradient steps by the graph ``adapt``; ``trainer``:
-    gradient steps by torch; ``left``: the method's own personalizer cannot run here.
-    how: the personalizer's name in answers.
-    steps, rate: number and learning rate of gradient steps, or the steps of a fitted head; rate None: the fleet learns
-    the rates. distance: the distance to class means. frequent: as in
-    ``Prototypes``. neighbours, mixture: options of ``knn``. gaussian: options of
-    Gaussian processes. candidates: what ``auto`` weighs.
-    int8: embed with the quantized encoder if the slot has one.
+    kind: ``proto``, ``head``, ``knn``, ``gp``, ``none``; ``auto``: a mixture of ``candidates``; ``steps``: gradient
+    steps by the graph ``adapt``; ``trainer``: gradient steps by torch; ``left``: the method's own personalizer cannot
+    run here. how: the personalizer's name in answers. steps, rate: number and learning rate of gradient steps, or the
+    steps of a fitted head; rate None: the fleet learns the rates. distance: the distance to class means. frequent: as
+    in ``Prototypes``. neighbours, mixture: options of ``knn``. gaussian: options of Gaussian processes. candidates:
+    what ``auto`` weighs. int8: embed with the quantized encoder if the slot has one.
     """
 
     kind: str

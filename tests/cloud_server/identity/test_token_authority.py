@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,17 +32,6 @@ from tests.support.pki import fleet_without_model, secured_broker, token_credent
 from tests.support.powercut import PowerCut
 
 LATER_S = token_authority.SLACK_S + 1.0
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    return fleet_without_model(tmp_path / "fleet")
-
-
-@pytest.fixture
-def ledger(fleet: Fleet) -> Iterator[Ledger]:
-    with Ledger(fleet.ledger_path) as opened:
-        yield opened
 
 
 def token(fleet: Fleet, ledger: Ledger, device: str, *, ago_s: float = 60.0, valid_s: float = 3600.0) -> Token:

@@ -29,21 +29,9 @@ from cloud_server.records.fleet_settings import AlertsSection
 from cloud_server.running import aggregator_process
 from fleet_core.base.errors import ConfigError, LinkError
 from tests.support import waiting
-from tests.support.pki import fleet_without_model
 
 NOW = 1_800_000_000.0
 QUIET = AlertsSection(disk_mib=0)
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
-    return fleet_without_model(tmp_path / "fleet")
-
-
-@pytest.fixture
-def ledger(fleet: Fleet) -> Iterator[Ledger]:
-    with Ledger(fleet.ledger_path) as opened:
-        yield opened
 
 
 @pytest.fixture
