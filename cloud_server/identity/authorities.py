@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from cloud_server.identity.certificate_authority import Authority
+from cloud_server.identity.certificate_authority import LONGEST_NAME, Authority, settle
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device
 from fleet_core.base import storage
@@ -23,25 +23,24 @@ from fleet_core.base.processes import typed
 from fleet_core.protocol import certificates
 
 STEM, NEXT = "ca", "ca-next"
-LONGEST_NAME = 30
 
 
 def present(folder: Path) -> Authority:
     """Raises StateError."""
-    _settle(folder)
+    settle(folder, STEM, NEXT)
     return Authority.load(folder / f"{STEM}.key", folder / f"{STEM}.pem")
 
 
 def successor(folder: Path) -> Authority | None:
     """None while no roll-over is under way. Raises StateError."""
-    _settle(folder)
+    settle(folder, STEM, NEXT)
     path = folder / f"{NEXT}.pem"
     return Authority.load(folder / f"{NEXT}.key", path) if path.exists() else None
 
 
 def trusted(folder: Path) -> list[x509.Certificate]:
     """The authorities that broker and devices trust; the last authority issues renewals. Raises StateError."""
-    _settle(folder)
+    settle(folder, STEM, NEXT)
     paths = (folder / f"{stem}.pem" for stem in (STEM, NEXT))
     return [certificates.load_certificate(path) for path in paths if path.exists()]
 
@@ -66,12 +65,6 @@ def finish(folder: Path) -> None:
                           hint=f"metafleet server roll-authority {typed(folder)}")
     storage.move(folder / f"{NEXT}.key", folder / f"{STEM}.key")
     storage.move(folder / f"{NEXT}.pem", folder / f"{STEM}.pem")
-
-
-def _settle(folder: Path) -> None:
-    """Finishes a replacement that was interrupted between the two renames."""
-    if (folder / f"{NEXT}.pem").exists() and not (folder / f"{NEXT}.key").exists():
-        storage.move(folder / f"{NEXT}.pem", folder / f"{STEM}.pem")
 
 
 def behind(folder: Path, ledger: Ledger, holders: set[str]) -> list[str]:

@@ -27,6 +27,8 @@ list."""
 DEVICE_LIFE, SPREAD = datetime.timedelta(days=5 * 365), datetime.timedelta(days=365)
 """Lifetime of a device's certificate, and by how much at most it is randomly shortened, so that devices enrolled on one
 day do not all renew on one day."""
+LONGEST_NAME = 30
+"""Characters of a fleet's name in the name of a further authority."""
 LOST = "put the fleet's folder back from a backup, or make a new fleet in an empty one with 'metafleet init'"
 
 
@@ -107,6 +109,18 @@ class Authority:
 
     def _issuer_id(self) -> x509.AuthorityKeyIdentifier:
         return x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+
+
+def settle(folder: Path, stem: str, successor: str) -> None:
+    """Finishes a replacement of the authority ``stem`` by its ``successor`` that was interrupted between renaming the
+    key and renaming the certificate. Raises StateError."""
+    before, after = folder / f"{successor}.pem", folder / f"{stem}.pem"
+    if before.exists() and not (folder / f"{successor}.key").exists():
+        try:
+            storage.move(before, after)
+        except StateError:
+            if before.exists():  # else another process has just done it
+                raise
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:

@@ -17,26 +17,25 @@ from pathlib import Path
 
 from cryptography import x509
 
-from cloud_server.identity.certificate_authority import Authority
+from cloud_server.identity.certificate_authority import LONGEST_NAME, Authority, settle
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Invitation
 from cloud_server.records import key_files
 from fleet_core.base import storage
-from fleet_core.base.errors import ConfigError, StateError
+from fleet_core.base.errors import ConfigError
 from fleet_core.base.processes import typed
 from fleet_core.protocol import certificates
 
 STEM, NEXT = "tokens-ca", "tokens-ca-next"
 INVITE = "invite/"
 """Requests of the ledger that begin with this register a token."""
-LONGEST_NAME = 30
 SLACK_S = 2.0
 """A token made this long after a new authority may still be of the one before: it was made at the same time."""
 
 
 def present(folder: Path) -> Authority:
     """Raises StateError."""
-    _settle(folder)
+    settle(folder, STEM, NEXT)
     return Authority.load(folder / f"{STEM}.key", folder / f"{STEM}.pem")
 
 
@@ -68,7 +67,7 @@ def roll(folder: Path, fleet: str, ledger: Ledger) -> Authority:
     made = Authority.create(folder / f"{NEXT}.key", folder / f"{NEXT}.pem", name)
     storage.write_atomic(folder / f"{NEXT}.pem", _pem([made.certificate, *before]))
     storage.move(folder / f"{NEXT}.key", folder / f"{STEM}.key")
-    _settle(folder)
+    settle(folder, STEM, NEXT)
     return made
 
 
@@ -95,7 +94,7 @@ def unused(ledger: Ledger) -> list[Invitation]:
 
 
 def _known(folder: Path) -> list[x509.Certificate]:
-    _settle(folder)
+    settle(folder, STEM, NEXT)
     path = folder / f"{STEM}.pem"
     return certificates.all_in(storage.read_bytes(path, limit=certificates.MAX_FILE_BYTES), str(path))
 
@@ -106,13 +105,3 @@ def _made_at(authority: x509.Certificate) -> float:
 
 def _pem(several: list[x509.Certificate]) -> bytes:
     return b"".join(map(certificates.certificate_pem, several))
-
-
-def _settle(folder: Path) -> None:
-    """Finishes a roll-over that was interrupted between the two renames."""
-    if (folder / f"{NEXT}.pem").exists() and not (folder / f"{NEXT}.key").exists():
-        try:
-            storage.move(folder / f"{NEXT}.pem", folder / f"{STEM}.pem")
-        except StateError:
-            if (folder / f"{NEXT}.pem").exists():  # else another process has just done it
-                raise
