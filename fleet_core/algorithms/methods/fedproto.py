@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fleet_core.algorithms import aggregation
 from fleet_core.algorithms.interface import (
@@ -28,7 +28,6 @@ from fleet_core.algorithms.interface import (
     ServerState,
     Update,
     descend,
-    one_of,
     rate,
     weight,
 )
@@ -46,7 +45,7 @@ class Pull(LocalSgd):
     program, which becomes weak near the fleet's means."""
 
     pull: float = weight(0.1)
-    pull_form: str = one_of("norm", PULL_FORMS)
+    pull_form: str = field(default="norm", metadata={"choices": PULL_FORMS, "sparse": True})
 
 
 class PrototypeClient(KeepingClient):

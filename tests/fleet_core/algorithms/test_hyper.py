@@ -134,3 +134,10 @@ def test_what_could_not_work_is_refused(name: str, values: dict[str, Any]) -> No
 )
 def test_what_leaves_something_out_is_taken(name: str, values: dict[str, Any]) -> None:
     assert not problems(name, **values)
+
+
+def test_the_form_of_fedprotos_pull_reaches_agents_that_do_not_know_it_only_if_it_is_another() -> None:
+    """A manifest has every hyper-parameter, and an agent refuses a key that it does not know."""
+    hyper = METHODS["fedproto"].hyper
+    assert "pull_form" not in schema.plain(hyper())
+    assert schema.plain(hyper(pull_form="square"))["pull_form"] == "square"

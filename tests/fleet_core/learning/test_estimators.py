@@ -24,7 +24,7 @@ from tests.support.quadratics import DEVICES, SIZE, Quadratic, QuadraticFleet, a
 
 CLASSES, WIDTH = 3, 5
 HYPER: dict[str, Any] = {
-    "inner_lr": 0.1, "inner_steps": 2, "difference": 1e-5, "distance": "squared", "pull": 0.7,
+    "inner_lr": 0.1, "inner_steps": 2, "difference": 1e-5, "distance": "squared", "pull": 0.7, "pull_form": "norm",
     "triplet_sum": True, "margin_divisor": "printed", "margin_distance": "norm", "negative": "positive",
     "kernel": "rbf", "output_scale": 8.0, "length_scale": 1.0, "augmentation_steps": 5,
 }  # fmt: skip
@@ -102,6 +102,7 @@ def away(left: Params, right: Params) -> float:
         ("metavers", {}),
         ("metavers", {"distance": "norm", "negative": "centroid", "triplet_sum": False, "margin_divisor": "pairs"}),
         ("fedproto", {}),
+        ("fedproto", {"pull_form": "square"}),
     ],
 )
 def test_a_gradient_is_the_finite_difference_of_its_loss(adaptation: str, hyper: dict[str, Any]) -> None:
