@@ -12,12 +12,12 @@ from benchmarks.arm64.root import BOOKWORM, Debian
 
 
 class Base:
-    """Bookworm lies in ``folder`` itself, another Debian in a folder of its name there. turn: a lock file, held by the
+    """Bookworm lies in ``folder`` itself, another Debian in a folder there. turn: a lock file, held by the
     scene whose board runs."""
 
     def __init__(self, folder: Path, say: Callable[[str], None], debian: Debian = BOOKWORM):
         self.debian = debian
-        self.folder = folder if debian is BOOKWORM else folder / debian.release
+        self.folder = folder / debian.folder
         self.kernel, self.initrd = self.folder / "vmlinuz", self.folder / "initrd.gz"
         self.image, self.root = self.folder / "base.img", self.folder / "root"
         self.turn = folder / ".turn"

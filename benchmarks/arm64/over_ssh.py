@@ -37,10 +37,10 @@ def play(world: Scene, notes: Notes) -> None:
     world.boot()
     proof.is_on(world)
     notes.facts["systemd"] = world.on_board("systemctl --version").split()[1]
-    first, before = _current(world), proof.identity(world)
+    first, before = current(world), proof.identity(world)
     _update(world, notes, first)
     _restart(world, notes, before)
-    good = _current(world)
+    good = current(world)
     _operator_there(world, notes, good)
     _operator_gone(world, notes, good)
     _power_cut(world, notes, good)
@@ -53,14 +53,14 @@ def _update(world: Scene, notes: Notes, first: str) -> None:
     """A version that works."""
     told = _flash(world, checkout(world.folder / "good", GOOD), PATIENCE_S)
     world.passed(f"updated: {told.strip()}")
-    notes.holds("an update over SSH was confirmed", _current(world).startswith(f"{GOOD}-"))
+    notes.holds("an update over SSH was confirmed", current(world).startswith(f"{GOOD}-"))
     notes.same("the version before is kept", world.on_board(f"ls -d /opt/metafleet/{first}").strip(),
                f"/opt/metafleet/{first}")
     world.until(lambda: world.device()["version"].startswith(GOOD), SLOW_S)
     notes.holds("the aggregator hears of the new version", True)
     again = _flash(world, world.folder / "good", PATIENCE_S)
     notes.holds("flashing it again finds nothing to do", "runs already" in again)
-    notes.same("the timer of the way back is taken down", _timers(world), "")
+    notes.same("the timer of the way back is taken down", timers(world), "")
 
 
 def _restart(world: Scene, notes: Notes, before: dict[str, str]) -> None:
@@ -71,12 +71,12 @@ def _restart(world: Scene, notes: Notes, before: dict[str, str]) -> None:
     world.boot()
     proof.is_on(world)
     notes.same("after a reboot it is the same device: key, certificate and settings", proof.identity(world), before)
-    notes.holds("and runs the new version", _current(world).startswith(f"{GOOD}-"))
+    notes.holds("and runs the new version", current(world).startswith(f"{GOOD}-"))
 
 
 def _operator_there(world: Scene, notes: Notes, good: str) -> None:
     """A version whose agent does not start; the command waits, and rolls back."""
-    _well(world)
+    well(world)
     try:
         told = _flash(world, checkout(world.folder / "broken", BROKEN, broken=True), SHORT_S)
     except AssertionError as error:
@@ -88,7 +88,7 @@ def _operator_there(world: Scene, notes: Notes, good: str) -> None:
 def _operator_gone(world: Scene, notes: Notes, good: str) -> None:
     """The same, and the operator's machine is gone before it can roll back."""
     _armed(world)
-    notes.holds("systemd has the timer of the way back", "metafleet-return-" in _timers(world))
+    notes.holds("systemd has the timer of the way back", "metafleet-return-" in timers(world))
     _is_back(world, notes, good, "with the operator gone, the board returns by its timer",
              "nobody confirmed it in time")
 
@@ -107,18 +107,18 @@ def _is_back(world: Scene, notes: Notes, good: str, what: str, why: str) -> None
     world.passed(what)
     told = _last_return(world)
     notes.holds(f"{what} ({why})", why in told and told.startswith(f"{BROKEN}-"))
-    notes.same(f"{what}: it runs the version before", _current(world), good)
-    _well(world)
+    notes.same(f"{what}: it runs the version before", current(world), good)
+    well(world)
     notes.holds(f"{what}: its agent is up, and on at the broker", True)
 
 
 def _armed(world: Scene) -> None:
     """Leaves a broken version running unconfirmed: the command that installed it is killed with its connection."""
     command = _command(world, SHORT_S)
-    process = subprocess.Popen(command, env=_environ(world.folder / "broken"), cwd=world.folder, start_new_session=True,
+    process = subprocess.Popen(command, env=environ(world.folder / "broken"), cwd=world.folder, start_new_session=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        world.until(lambda: _current(world).startswith(f"{BROKEN}-"), SLOW_S)
+        world.until(lambda: current(world).startswith(f"{BROKEN}-"), SLOW_S)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -128,7 +128,7 @@ def _armed(world: Scene) -> None:
 # Questions to the board -------------------------------------------------------------------------------------------
 
 
-def _asked(world: Scene, command: str) -> str:
+def asked(world: Scene, command: str) -> str:
     """The output of ``command`` on the board; empty if it does not answer."""
     try:
         return world.on_board(command).strip()
@@ -136,22 +136,22 @@ def _asked(world: Scene, command: str) -> str:
         return ""
 
 
-def _current(world: Scene) -> str:
-    return _asked(world, "readlink /opt/metafleet/current")
+def current(world: Scene) -> str:
+    return asked(world, "readlink /opt/metafleet/current")
 
 
 def _last_return(world: Scene) -> str:
     """Why the board rolled back; empty while an update is unconfirmed, and if none was rolled back."""
-    return _asked(world, f"sudo sh -c '[ -e {FLASH}/armed ] || [ -e {FLASH}/back ] || cat {FLASH}/last-return'")
+    return asked(world, f"sudo sh -c '[ -e {FLASH}/armed ] || [ -e {FLASH}/back ] || cat {FLASH}/last-return'")
 
 
-def _timers(world: Scene) -> str:
-    return _asked(world, "systemctl list-timers --all --no-legend 'metafleet-return-*'")
+def timers(world: Scene) -> str:
+    return asked(world, "systemctl list-timers --all --no-legend 'metafleet-return-*'")
 
 
-def _well(world: Scene) -> None:
+def well(world: Scene) -> None:
     """Waits until the agent is up and its presence names the good version."""
-    world.until(lambda: _asked(world, "systemctl is-active metafleet") == "active", SLOW_S)
+    world.until(lambda: asked(world, "systemctl is-active metafleet") == "active", SLOW_S)
     world.until(lambda: world.device()["state"] == "on" and world.device()["version"].startswith(GOOD), SLOW_S)
 
 
@@ -176,7 +176,7 @@ def checkout(folder: Path, version: str, *, broken: bool = False) -> Path:
 def _flash(world: Scene, source: Path, patience_s: int) -> str:
     """The output of the command of the checkout ``source``. Raises AssertionError if it fails."""
     done = subprocess.run(_command(world, patience_s), capture_output=True, text=True, cwd=world.folder,
-                          stdin=subprocess.DEVNULL, env=_environ(source))  # fmt: skip
+                          stdin=subprocess.DEVNULL, env=environ(source))  # fmt: skip
     if done.returncode:
         raise AssertionError(f"flash: {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -190,7 +190,7 @@ def _command(world: Scene, patience_s: int) -> list[str]:
             "--ssh-config", str(config), "--accept-host-key", world.host_key(), "--patience-s", str(patience_s)]
 
 
-def _environ(source: Path) -> dict[str, str]:
+def environ(source: Path) -> dict[str, str]:
     return {**scene.clean(), "PYTHONPATH": str(source)}
 
 

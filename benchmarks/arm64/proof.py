@@ -44,12 +44,14 @@ class Notes:
 
 @dataclass(frozen=True)
 class Proof:
-    """play: plays the scene and records what held; raises AssertionError if something does not hold."""
+    """play: plays the scene and records what held; raises AssertionError if something does not hold. programs: that it
+    needs on this machine besides those of every scene."""
 
     name: str
     title: str
     play: Callable[[Scene, Notes], None]
     debian: Debian = BOOKWORM
+    programs: tuple[str, ...] = ()
 
 
 # Checks that several proofs share ----------------------------------------------------------------------------------

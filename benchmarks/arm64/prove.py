@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from benchmarks.arm64 import cloud_init, featherweight, over_ssh, power_cut, runtimes, sizes, training
+from benchmarks.arm64 import cloud_init, featherweight, over_ssh, power_cut, pulled, runtimes, sizes, training
 from benchmarks.arm64.proof import Notes, Proof
 from benchmarks.arm64.scene import PROGRAMS, scene, which
 from fleet_core.base import storage
@@ -31,8 +31,8 @@ HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "result.json", HERE / "README.md"
 BASE = HERE.parent.parent / "build" / "arm64"
 PROOFS = {each.name: each for each in (
-    cloud_init.PROOF, power_cut.PROOF, training.PROOF, over_ssh.PROOF, runtimes.PROOF,
-    featherweight.PROOF,
+    cloud_init.PROOF, power_cut.PROOF, training.PROOF, over_ssh.PROOF, pulled.PULLED, pulled.WITH_MENDER,
+    runtimes.PROOF, featherweight.PROOF,
 )}
 LABEL = "emulated ARM64: no board, and no time of a board"
 
@@ -45,10 +45,11 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if sys.platform != "linux" or os.geteuid() != 0:
         parser.error("needs Linux and root, to make a root file system for the board")
-    for program in PROGRAMS:
+    names = chosen.only or list(PROOFS)
+    for program in (*PROGRAMS, *(each for name in names for each in PROOFS[name].programs)):
         which(program)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that contexts clean up
-    failed = [name for name in chosen.only or PROOFS if not prove(PROOFS[name], chosen.keep)]
+    failed = [name for name in names if not prove(PROOFS[name], chosen.keep)]
     _say(f"failed: {', '.join(failed)}" if failed else "all held")
     return int(bool(failed))
 

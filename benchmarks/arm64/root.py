@@ -74,17 +74,20 @@ FOLDERS = ("boot/firmware", "proc", "sys", "dev", "run", "tmp", "mnt", "media", 
 
 @dataclass(frozen=True)
 class Debian:
-    """A release: its Python, and the packages, files and links that it has in addition to the common ones."""
+    """A release: its Python, and the packages, files and links that it has in addition to the common ones. folder: the
+    name of the folder with its image."""
 
     release: str
     python: str
+    folder: str
     packages: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
 
 
-BOOKWORM = Debian("bookworm", "3.11")
-TRIXIE = Debian("trixie", "3.13", ("cloud-init", "e2fsprogs"), CLOUD_INIT, CLOUD_INIT_LINKS)
+BOOKWORM = Debian("bookworm", "3.11", "")
+MENDER = Debian("bookworm", "3.11", "mender", ("mender-client",))
+TRIXIE = Debian("trixie", "3.13", "trixie", ("cloud-init", "e2fsprogs"), CLOUD_INIT, CLOUD_INIT_LINKS)
 
 
 def make(root: Path, debian: Debian = BOOKWORM) -> None:
