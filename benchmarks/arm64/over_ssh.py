@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.arm64 import proof, scene
 from benchmarks.arm64.proof import Notes, Proof
 from benchmarks.arm64.scene import Scene
+from edge_agent.commands import run
 from fleet_core import __version__
 
 BOARD_KIND = "raspberry-pi-3b-plus"
@@ -167,7 +168,7 @@ def checkout(folder: Path, version: str, *, broken: bool = False) -> Path:
     init = folder / "fleet_core" / "__init__.py"
     init.write_text(init.read_text().replace(f'"{__version__}"', f'"{version}"'))
     if broken:
-        start = folder / "edge_agent" / "commands" / "start.py"
+        start = folder / Path(run.__file__).relative_to(here)
         start.write_text(start.read_text().replace("from __future__ import annotations",
                                                    'from __future__ import annotations\n\nraise SystemExit("broken")'))
     return folder
