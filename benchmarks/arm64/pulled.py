@@ -129,7 +129,7 @@ def _fetched_kib(world: Scene) -> int:
 def mender(world: Scene, notes: Notes) -> None:
     before = _device(world, notes)
     notes.facts["mender"] = world.on_board("mender --version").split()[0]
-    world.on_board(f"sudo mkdir -p {MODULES} /etc/mender /var/lib/mender")
+    world.on_board(f"sudo mkdir -p {MODULES} /data/mender")  # to which Debian links /var/lib/mender
     world.on_board(f"sudo ln -s /opt/metafleet/current/bin/mender {MODULES}/metafleet-agent")
     for path, line in {"/var/lib/mender/device_type": "device_type=raspberrypi3", "/etc/mender/mender.conf": "{}",
                        "/etc/mender/artifact_info": "artifact_name=first"}.items():
