@@ -31,6 +31,7 @@ MEASURE = "false alarms"
 """The share of quiet samples that raise an alarm, which listings show."""
 SUMS = {QUIET: 4, ANOMALY: 4, "pairs": 2}
 """The sums over samples from which the measures follow (``Alarms``), and how many numbers each has."""
+NO_THRESHOLD = "no quiet sample is held back on this device, so there is no threshold and no alarm"
 DAY_S = 86_400.0
 TAIL = 0.1
 """The share of the highest quiet scores that a threshold above all of them is extrapolated from."""
@@ -62,6 +63,11 @@ class Anomaly:
         return (SCORE,)
 
     @property
+    def differences(self) -> tuple[str, ...]:
+        """Names of the numbers that the network outputs."""
+        return tuple(map(str, range(self.width)))
+
+    @property
     def loss(self) -> str:
         """Of the differences, as in ``Regression``."""
         return "squared"
@@ -70,6 +76,12 @@ class Anomaly:
     def allowed(self) -> float:
         """The share of quiet samples that may raise an alarm."""
         return self.false_alarms_per_day * self.seconds / DAY_S if self.false_alarms_per_day else self.share
+
+    @property
+    def text_allowed(self) -> str:
+        """How many false alarms there may be, for people."""
+        per_day = f", {self.allowed * DAY_S / self.seconds:.3g} a day" if self.seconds else ""
+        return f"false alarms: {100 * self.allowed:.3g} % of quiet samples{per_day}"
 
     def targets(self, count: int) -> Array:
         """What a model learns to answer to ``count`` quiet samples: no difference, float32 [N, K]."""
@@ -146,12 +158,13 @@ class Alarms:
     """Sums over samples from which the measures follow; those of several devices are added. count: samples. quiet,
     anomaly: of the quiet samples and of the anomalies: number, alarms, scores, roots of the scores, [4]. pairs: of a
     quiet sample and an anomaly of the same device: number, and those in which the anomaly has the higher score, where
-    equal scores count half, [2]."""
+    equal scores count half, [2]. threshold: that raised the alarms, of one device."""
 
     count: int
     quiet: Array
     anomaly: Array
     pairs: Array
+    threshold: float | None = None
 
     @classmethod
     def of(cls, task: Anomaly, y_N: Array, scores_N1: Array) -> Alarms:
@@ -168,7 +181,8 @@ class Alarms:
             np.array([len(one), 0 if threshold is None else (one > threshold).sum(), one.sum(), np.sqrt(one).sum()])
             for one in parts
         ]
-        return cls(len(parts[0]) + len(parts[1]), *sums, np.array([len(parts[0]) * len(parts[1]), _above(*parts)]))
+        pairs = np.array([len(parts[0]) * len(parts[1]), _above(*parts)])
+        return cls(len(parts[0]) + len(parts[1]), *sums, pairs, threshold)
 
 
 def measures(alarms: Alarms) -> dict[str, dict[str, float]]:

@@ -111,6 +111,12 @@ function details(found) {
   const labelled = ["before", "after"].flatMap((stage) => [
     ...of(stage, "micro_f1").map(([, f1]) => [stage, "all labels together", f1.toFixed(3)]),
     ...of(stage, "f1").map(([label, f1]) => [stage, label, f1.toFixed(3)])]);
+  const alarmed = ["before", "after"].flatMap((stage) => of(stage, "alarms").map(([samples, share]) => [stage, samples,
+    share.toFixed(4), samples === "anomaly" ? last[stage].measures.auroc?.all?.toFixed(3) ?? ABSENT : ABSENT]));
+  if (alarmed.length) {
+    parts.push(h("h2", {}, "Its alarms on test samples"), table("Share of samples with an alarm, by stage", [["stage",
+      "left"], ["samples", "left"], "alarms", "AUROC"], alarmed));
+  }
   if (labelled.length) {
     parts.push(h("h2", {}, "Its answers on test samples"), table("F1 by stage and label", [["stage", "left"],
       ["label", "left"], "F1"], labelled));
