@@ -36,8 +36,8 @@ TASKS = ("classes", KIND, LABELS, anomaly.KIND)
 REPEATING = "mlp"
 """The model that repeats samples, for every form of them: narrow in the middle."""
 REPEATING_OPTIONS: Mapping[str, Any] = {"hidden": [64, 8, 64], "activation": "elu"}
-REPEATING_LR = 1.0
-"""The loss is a mean over all numbers of a sample, so that its gradients are small."""
+REPEATING_RATES: Mapping[str, float] = {"client_lr": 0.5, "clip_norm": 1.0, "finetune_lr": 0.1}
+"""The loss is a mean over all numbers of a sample, so that its gradients are small; an outlier's are clipped."""
 NO_WINDOW = "leave --window and --stride out"
 HEAD = "# The server reads this file when it starts. Every key: docs/fleet.md of Metafleet."
 
@@ -236,8 +236,9 @@ def fleet_toml(
 
 def _repeating(hyper: Any) -> Any:
     """Hyper-parameters with the rates of models that repeat samples."""
-    rates = {f.name: REPEATING_LR for f in fields(hyper) if f.name in ("client_lr", "finetune_lr")}
-    return replace(hyper, **rates)
+    without = () if getattr(hyper, "finetune_steps", 0) else ("finetune_lr",)
+    known = {f.name for f in fields(hyper)}.difference(without)
+    return replace(hyper, **{name: rate for name, rate in REPEATING_RATES.items() if name in known})
 
 
 def _input(spec: InputSpec) -> dict[str, Any]:

@@ -46,7 +46,7 @@ app.add_typer(backbones.backbone_app, name="backbone")
 CODEC = Annotated[str | None, typer.Option("--codec", metavar="CODEC", help="See 'metafleet codecs'; up:NAME,down:NAME "
                                            "for different ones; auto: chosen for each round; default int8.")]
 
-DEFAULT_METHOD, OF_NUMBERS, OF_ANOMALIES, DEFAULT_ROUNDS = "pfldyn-proto", "fedavg-meta", "fedavg", 30
+DEFAULT_METHOD, OF_NUMBERS, DEFAULT_ROUNDS = "pfldyn-proto", "fedavg-meta", 30
 
 
 @app.command()
@@ -114,7 +114,7 @@ def init(
     seconds: SECONDS = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto; for "
-                                                    "numbers and labels fedavg-meta.")] = None,
+                                                    "numbers, labels and anomalies fedavg-meta.")] = None,
     codec: CODEC = None,
     only: Annotated[list[str] | None, typer.Option("--train", metavar="PATTERN", help="Arrays that devices train and "
                                                    "send, such as 'head.*'; may be repeated; default: all.")] = None,
@@ -143,6 +143,8 @@ def init(
     from cloud_server.choices import first_settings
     from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
+    from fleet_core.tasks.labels import KIND as MULTI_LABEL
+    from fleet_core.tasks.task import told
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
@@ -158,8 +160,8 @@ def init(
         names = first_settings.wanted_outputs(task, outputs, loss, labels, normal, per_day)
         quiet = first_settings.wanted_normal(task, normal)
         cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds,
-               "outputs": names, "labels": task == first_settings.LABELS, "normal": quiet}
-        default = OF_ANOMALIES if quiet is not None else DEFAULT_METHOD if names is None else OF_NUMBERS
+               "outputs": names, "labels": task == MULTI_LABEL, "normal": quiet}
+        default = DEFAULT_METHOD if names is None and quiet is None else OF_NUMBERS
         text = _first_fleet_toml(fleet, data, cut, name, method or default,
                                  model, rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
                                  first_settings.train_table(only, freeze), loss,
@@ -170,8 +172,6 @@ def init(
 
         key_files.encrypt(fleet)
     audit_log.done(fleet, "init")
-    from fleet_core.tasks.task import told
-
     section = made.config.model
     answers = f"classes {', '.join(section.classes)}" if section.task is None else told(section.task)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {section.name}, {answers}")

@@ -90,7 +90,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
 def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
     """The closed rounds after ``after``, the recent ones for the pace, and the last evaluated one."""
     last = ledger.newest(tables.Round, status="closed")
-    newest = [ledger.newest(kind, stage="after", new=False) for kind in (Evaluation, TaskEvaluation)]
+    newest = [ledger.newest(Evaluation, stage="after", new=False), ledger.newest(TaskEvaluation, new=False)]
     evaluated = max((number for number in newest if number is not None), default=None)
     if last is None:
         return ()

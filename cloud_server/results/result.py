@@ -211,7 +211,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
             arrays=arrays.get(r.round), privacy=private.get(r.round),
-            task=task_score(predicted.get((r.round, "after")) or predicted.get((r.round, "before"), ())),
+            task=task_score(predicted.get((r.round, "after"), predicted.get((r.round, "before"), []))),
         ))  # fmt: skip
     return tuple(figures)
 

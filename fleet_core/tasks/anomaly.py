@@ -95,7 +95,8 @@ class Anomaly:
 
     def in_units(self, answers_NK: Array) -> Array:
         """The scores float64 [N, 1] of a model's answers, the differences [N, K]: the mean of their squares."""
-        return np.square(np.asarray(answers_NK, np.float64)).mean(1, keepdims=True)
+        found: Array = np.square(np.asarray(answers_NK, np.float64)).mean(1, keepdims=True)
+        return found
 
     def threshold(self, scores_N: Array) -> float | None:
         """The score above which a sample is an alarm, from scores of quiet samples; None without any.
@@ -127,7 +128,8 @@ class Anomaly:
         """The inverse of ``sums``, for ``count`` samples. Raises DataError for sums that no samples have."""
         if count < 1 or {name: len(one) for name, one in sums.items()} != SUMS:
             raise DataError(f"the sums {', '.join(sums)[:80]} over {count} samples", expected=", ".join(SUMS))
-        found = Alarms(count, **{name: np.asarray(sums[name], np.float64) for name in SUMS})
+        quiet, anomaly, pairs = (np.asarray(sums[name], np.float64) for name in SUMS)
+        found = Alarms(count, quiet, anomaly, pairs)
         every = np.concatenate([found.quiet, found.anomaly, found.pairs])
         if not np.isfinite(every).all() or (every < 0).any():
             raise DataError("the sums of alarms are negative or not finite")
@@ -177,12 +179,12 @@ class Alarms:
         threshold = task.threshold(scores_N[used])
         quiet = np.setdiff1d(np.flatnonzero(y_N == 0), used)
         parts = scores_N[quiet], scores_N[y_N == 1]
-        sums = [
+        quiet_4, anomaly_4 = (
             np.array([len(one), 0 if threshold is None else (one > threshold).sum(), one.sum(), np.sqrt(one).sum()])
             for one in parts
-        ]
+        )
         pairs = np.array([len(parts[0]) * len(parts[1]), _above(*parts)])
-        return cls(len(parts[0]) + len(parts[1]), *sums, pairs, threshold)
+        return cls(len(parts[0]) + len(parts[1]), quiet_4, anomaly_4, pairs, threshold)
 
 
 def measures(alarms: Alarms) -> dict[str, dict[str, float]]:
@@ -198,8 +200,8 @@ def measures(alarms: Alarms) -> dict[str, dict[str, float]]:
 
 def of_sums(rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> Alarms:
     """The sums of several devices, one or more, each with its number of samples."""
-    arrays = {name: np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS}
-    return Alarms(sum(count for count, _ in rows), **arrays)
+    quiet, anomaly, pairs = (np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS)
+    return Alarms(sum(count for count, _ in rows), quiet, anomaly, pairs)
 
 
 def text_of(found: Mapping[str, Mapping[str, float]]) -> str:

@@ -343,6 +343,6 @@ def test_two_agents_raise_alarms_after_learning_over_the_embedded_broker(tmp_pat
         running.until(all_evaluated, "the evaluations of the last model")
     assert outcome.of_fleet(made.folder)["rounds"][-1]["task"]["samples"] == 40
     for number in range(2):
-        device = Device(tmp_path / f"d{number}")
-        assert all(device.predict(x).alarm for x in drawn(80, 5, 1 + number / 5, spikes=True))
-        assert not all(device.predict(x).alarm for x in drawn(81, 5, 1 + number / 5))
+        answering = Device(tmp_path / f"d{number}")
+        assert all(answering.predict(x).alarm for x in drawn(80, 5, 1 + number / 5, spikes=True))
+        assert not all(answering.predict(x).alarm for x in drawn(81, 5, 1 + number / 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.support import sounds
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
-def npz(path: Path, **arrays: object) -> Path:
+def npz(path: Path, **arrays: Any) -> Path:
     np.savez(path, **arrays)
     return path
 
