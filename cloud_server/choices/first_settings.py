@@ -37,7 +37,8 @@ REPEATING = "mlp"
 """The model that repeats samples, for every form of them: narrow in the middle."""
 REPEATING_OPTIONS: Mapping[str, Any] = {"hidden": [64, 8, 64], "activation": "elu"}
 REPEATING_RATES: Mapping[str, float] = {"client_lr": 0.5, "clip_norm": 1.0, "finetune_lr": 0.1}
-"""The loss is a mean over all numbers of a sample, so that its gradients are small; an outlier's are clipped."""
+"""The loss is a mean over all numbers of a sample, so that its gradients are small; an outlier's are clipped. Not of
+pFedMe, whose rate also bounds its pull to the fleet's model."""
 NO_WINDOW = "leave --window and --stride out"
 HEAD = "# The server reads this file when it starts. Every key: docs/fleet.md of Metafleet."
 
@@ -214,7 +215,8 @@ def fleet_toml(
     hyper = method_catalogue.named(method).hyper()
     if quiet is not None:
         model_options = model_options or (REPEATING_OPTIONS if model in (None, REPEATING) else None)
-        model, hyper = model or REPEATING, _repeating(hyper)
+        model = model or REPEATING
+        hyper = hyper if method_catalogue.named(method).personalizer == "moreau" else _repeating(hyper)
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(
         {

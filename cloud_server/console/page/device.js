@@ -181,7 +181,7 @@ function answered(found, names) {
   const several = found.label_sets?.length > 0, numbers = found.outputs?.length > 0 && !several;
   const classes = numbers || several ? found.outputs : found.classes?.length ? found.classes : names;
   const rows = several ? found.label_sets.map((labels, k) => [String(k), h("b", {}, labels.join(", ") || "none"),
-    ...found.probabilities[k].map((p) => share(p))]) : numbers ? found.values.map((row, k) => [String(k), "", ...row.map((value) => value.toPrecision(6))])
+    ...found.probabilities[k].map((p) => share(p))]) : numbers ? found.values.map((row, k) => [String(k), found.alarms?.[k] ? h("b", {}, "ALARM") : "", ...row.map((value) => value.toPrecision(6))])
     : found.labels.map((label, k) => [String(k), h("b", {}, `${label}${found.unknown?.[k] ? " (unknown)" : ""}`),
     ...found.probabilities[k].map((p) => share(p))]);
   return h("div", {}, table("The device's answers", ["sample", ["answer", "left"], ...classes], rows),

@@ -84,7 +84,7 @@ normal = ["N"]
 share = 0.05
 [hyper]
 local_steps = 40
-client_lr = 1.0
+client_lr = {0.01 if method == "pfedme" else 1.0}
 """
 
 
