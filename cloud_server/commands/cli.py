@@ -137,6 +137,7 @@ def init(
     from cloud_server.choices import first_settings
     from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
+    from fleet_core.tasks import labels as labels_task
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
@@ -150,7 +151,7 @@ def init(
     if data is not None:
         names = first_settings.wanted_outputs(task, outputs, loss, labels)
         cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds,
-               "outputs": names, "labels": task == first_settings.LABELS}
+               "outputs": names, "labels": task == labels_task.KIND}
         text = _first_fleet_toml(fleet, data, cut, name, method or (DEFAULT_METHOD if names is None else OF_NUMBERS),
                                  model, rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
                                  first_settings.train_table(only, freeze), loss,
@@ -163,7 +164,7 @@ def init(
     audit_log.done(fleet, "init")
     section = made.config.model
     answers = f"classes {', '.join(section.classes)}" if section.task is None else (
-        f"{'labels' if section.task.kind == first_settings.LABELS else 'predicts'} "
+        f"{'labels' if section.task.kind == labels_task.KIND else 'predicts'} "
         f"{', '.join(section.task.outputs)}")
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {section.name}, {answers}")
     for remark in made.remarks():
