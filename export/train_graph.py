@@ -131,6 +131,8 @@ class Reference:
                 return [entropy(self._network, *tensors)(w)]
             case "proto":
                 return [estimators.proto_loss(w, *tensors)]
+            case "joint":
+                return [estimators.joint_loss(w, *tensors)]
             case "metavers":
                 return list(estimators.vers_loss(w, given["margin"], given["share"], *tensors))
             case _:
