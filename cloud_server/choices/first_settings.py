@@ -99,11 +99,7 @@ def load_data(
 
 
 def _quiet(samples: Samples, data: str, normal: Sequence[str]) -> Samples:
-    """The quiet samples. Raises DataError if there are none, or samples cannot be repeated."""
-    if samples.x.dtype == np.int64 or samples.x[0].size > anomaly.MAX_WIDTH:
-        what = "tokens" if samples.x.dtype == np.int64 else f"samples of {samples.x[0].size} numbers"
-        raise DataError(f"has {what}", where=data, expected=f"samples of at most {anomaly.MAX_WIDTH} numbers",
-                        hint="a shorter window, a smaller --size, or --backbone")
+    """The quiet samples. Raises DataError if there are none."""
     quiet = samples.take(samples.y == 0)
     if not len(quiet):
         said = f"no label is {', '.join(normal)}" if normal else "it has labels"
@@ -113,12 +109,18 @@ def _quiet(samples: Samples, data: str, normal: Sequence[str]) -> Samples:
 
 def anomaly_task(samples: Samples, spec: InputSpec, normal: Sequence[str], per_day: float | None) -> Anomaly:
     """The task of quiet samples. per_day: the wanted number of false alarms a day; None: the default share of samples.
-    Raises DataError if the time from one sample to the next is needed and not known."""
+    Raises DataError if samples are too large to be repeated, or if the time from one to the next is needed and not
+    known."""
+    width = math.prod(spec.shape)
+    if width > anomaly.MAX_WIDTH:
+        raise DataError(f"has samples of {width} numbers", where="--data",
+                        expected=f"at most {anomaly.MAX_WIDTH} numbers in a sample",
+                        hint="a shorter window, a smaller --size, or --backbone")
     seconds = _seconds_between(samples, spec)
     if per_day is not None and not seconds:
         raise DataError("has no times, so false alarms a day cannot be counted", where="--data",
                         expected="a column 'time' in seconds, or --rate", hint="leave out --false-alarms")
-    return Anomaly(math.prod(spec.shape), tuple(normal), false_alarms_per_day=per_day or 0.0, seconds=seconds)
+    return Anomaly(width, tuple(normal), false_alarms_per_day=per_day or 0.0, seconds=seconds)
 
 
 def _seconds_between(samples: Samples, spec: InputSpec) -> float:
