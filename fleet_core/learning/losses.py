@@ -39,8 +39,12 @@ def known_cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
 
 def of_task(task: Regression) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of a task: (answers [N, K], standardized targets [N, K]) -> the mean over samples and outputs of e²/2,
-    or of Huber's function, which is |e| − 1/2 beyond 1 ("Robust Estimation of a Location Parameter", 1964). Targets
-    that are NaN are left out; 0 when all are."""
+    or of Huber's function, which is |e| − 1/2 beyond 1 ("Robust Estimation of a Location Parameter", 1964)."""
+    return lambda answers_NK, y_NK: of_errors(task, answers_NK - y_NK).mean()
+
+
+def known_of_task(task: Regression) -> Callable[[Tensor, Tensor], Tensor]:
+    """``of_task`` over the targets that are not NaN; 0 when all are."""
 
     def loss(answers_NK: Tensor, y_NK: Tensor) -> Tensor:
         known_NK = ~torch.isnan(y_NK)
@@ -51,12 +55,10 @@ def of_task(task: Regression) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def of_errors(task: Regression, error_NK: Tensor) -> Tensor:
-    """e²/2 of each error, or Huber's function of it [N, K]."""
-    loss_NK = error_NK.square() / 2
-    if task.loss == "squared":
-        return loss_NK
-    far_NK = error_NK.abs()
-    return torch.where(far_NK <= 1, loss_NK, far_NK - 0.5)
+    """e²/2 of each error, or Huber's function of it [N, K]; written without a condition, so that graphs of its second
+    derivative take any number of samples."""
+    near_NK = error_NK if task.loss == "squared" else error_NK.clamp(-1, 1)
+    return near_NK * (error_NK - near_NK / 2)
 
 
 def _over_chosen(log_NK: Tensor, chosen_NK: Tensor) -> Tensor:
