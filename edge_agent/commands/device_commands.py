@@ -239,6 +239,8 @@ def add(file: Path, label: str | None, home: Path, *, new_class: bool, target: s
 
 
 def _add_targets(file: Path, target: str | None, service: Service, task: Regression, stride: int | None) -> None:
+    from edge_agent.inference import relearn
+
     raw = service.layout.sample
     if target is None:
         given = samples.load(file, dtype=raw.dtype, shape=raw.shape, stride=stride, fit=raw.fit, sound_hz=raw.sound_hz,
@@ -248,21 +250,18 @@ def _add_targets(file: Path, target: str | None, service: Service, task: Regress
             processes.say(note)
     else:
         x = unlabelled.load(file, raw, stride=stride, say=processes.say, outputs=task.outputs)
-        y = np.tile(_numbers(target, service), (len(x), 1))
+        y = np.tile(relearn.checked_targets(service, np.array(numbers(target))), (len(x), 1))
     with service.slots.writing():
         total = service.local().add_targets(x, y)
     print(f"{len(x)} samples with {', '.join(task.outputs)} added, {total} added by now")
 
 
-def _numbers(target: str, service: Service) -> np.ndarray[Any, Any]:
-    """[K]. Raises ConfigError unless ``target`` is a finite number for each output."""
-    from edge_agent.inference import relearn
-
+def numbers(target: str) -> list[float]:
+    """The numbers of ``1.5,20``. Raises ConfigError."""
     try:
-        found = np.array([float(part) for part in target.split(",")])
+        return [float(part) for part in target.split(",")]
     except ValueError as error:
         raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
-    return relearn.checked_targets(service, found)
 
 
 def list_samples(home: Path, as_json: bool) -> None:

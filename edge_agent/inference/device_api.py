@@ -95,6 +95,12 @@ class Device:
         """The fleet's classes, then this device's own. Raises DataError, StateError if the samples cannot be read."""
         return self._service.local().names()
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the numbers that the fleet predicts; empty for classes."""
+        task = self._service.layout.task
+        return () if task is None else task.outputs
+
     def add(
         self, x: ArrayLike, label: str | float | Sequence[float] | None = None, time: float | None = None
     ) -> str:
