@@ -13,6 +13,8 @@ from fleet_core.tasks.regression import MEASURE, text_of
 
 SHARE: dict[str, Any] = {"min": 0, "max": 1}
 AMOUNT: dict[str, Any] = {"min": 0}
+ERROR = f"{MEASURE} in deviations"
+"""The one error of all outputs by which models that predict numbers are compared (``Regression.distance``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

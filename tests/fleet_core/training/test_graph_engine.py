@@ -65,8 +65,11 @@ def numbers(layout: Layout, count: int, seed: int) -> Samples:
 
 
 def of_numbers(model: str, loss: str) -> Layout:
-    spec, options = {"mlp": (InputSpec((6,)), {"hidden": [8], "activation": "elu"}),
-                     "cnn1d": (InputSpec((2, 16)), {"channels": [4], "width": 8})}[model]
+    known: dict[str, tuple[InputSpec, dict[str, Any]]] = {
+        "mlp": (InputSpec((6,)), {"hidden": [8], "activation": "elu"}),
+        "cnn1d": (InputSpec((2, 16)), {"channels": [4], "width": 8}),
+    }
+    spec, options = known[model]
     return models.describe(model, spec, (), options, Regression(("a", "b"), (200.0, 0.0), (60.0, 0.8), loss))
 
 
