@@ -165,7 +165,8 @@ def _distance(one: TrainResult, other: TrainResult, exact: TrainResult) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs=2, metavar=("MODEL", "METHOD"), help="measures this again, in the file")
+    parser.add_argument("--only", nargs=2, metavar=("MODEL", "METHOD"),
+                        help="measures this again, in the file; MODEL 'methods': a row of that table")
     parser.add_argument("--numbers", action="store_true", help="measures 'numbers' again, in the file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -190,6 +191,9 @@ def main() -> None:
 
 def _again(out: Path, case: str, method: str) -> None:
     held = json.loads(out.read_text(encoding="utf-8"))
+    if case == "methods":
+        held[case][method] = compared(models.describe(*SMALL, CLASSES, {}), method, timed=False)
+        return write_json(out, held)
     model, spec, _ = CASES[case]
     held["models"][case]["estimators"][method] = compared(models.describe(model, spec, CLASSES, {}), method)
     write_json(out, held)

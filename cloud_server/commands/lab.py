@@ -266,9 +266,11 @@ def advise(
     from cloud_server.choices import codec_catalogue, first_settings
     from cloud_server.laboratory.advise import recommendation
     from cloud_server.laboratory.advise import short_comparison as advising
+    from cloud_server.laboratory.plan import experiment as experiments
     from fleet_core.base import storage
     from fleet_core.tasks.regression import LOSSES
 
+    _check_choice("--task", task, experiments.TASKS)
     folder = out or Path(f"advice-{Path(data).stem}")
     tried = advising.CODECS_TRIED if codecs is None else codec_catalogue.several(codecs)
     options = advising.Options(data, budget_minutes, board, window, stride, tried,

@@ -8,6 +8,7 @@ Parameters are inputs ``group/name``, so one session takes every step. Further i
 | entropy | ``x`` ``y`` | ``loss`` |
 | proto | ``support_x`` ``support_y`` ``query_x`` ``query_y`` ``classes`` | ``loss`` |
 | metavers | those of proto, ``margin`` ``share`` | ``loss`` ``own`` |
+| joint | those of proto | ``loss`` |
 | fedproto | ``x`` ``y`` ``total`` ``count`` | ``loss`` |
 
 and ``gradient/group/name`` for each parameter. Samples are raw [N, *shape], labels int64 [N] for any N; ``classes`` is
@@ -40,7 +41,8 @@ Array = np.ndarray[Any, Any]
 
 FORMAT = 1
 LOSSES: Mapping[str, tuple[str, ...]] = {
-    "entropy": MODEL_GROUPS, "proto": ("body",), "metavers": ("body",), "fedproto": MODEL_GROUPS
+    "entropy": MODEL_GROUPS, "proto": ("body",), "metavers": ("body",), "joint": MODEL_GROUPS,
+    "fedproto": MODEL_GROUPS,
 }  # fmt: skip
 """The losses, and the groups of parameters that each takes."""
 
@@ -52,6 +54,7 @@ NEEDS: Mapping[str, tuple[str, bool, tuple[str, ...]]] = {
     "meta-sgd": ("entropy", True, ()),
     "proto": ("proto", False, ("distance",)),
     "metavers": ("metavers", False, ("distance", "margin_distance", "margin_divisor", "triplet_sum", "negative")),
+    "joint": ("joint", False, ("distance", "means_share")),
     "fedproto": ("fedproto", False, ("pull",)),
 }
 """{adaptation: (its loss, whether it needs ``product``, the hyper-parameters that are constants of the graph)}."""

@@ -21,7 +21,8 @@ from tests.support.simulation import SEED, hyper_of, toy_layout
 ABLE = [name for name, method in METHODS.items() if method.adaptation in NEEDS]
 """The methods that train without torch."""
 
-OF_LOSS = {"entropy": "per-fedavg-exact", "proto": "pfldyn-proto", "metavers": "metavers", "fedproto": "fedproto"}
+OF_LOSS = {"entropy": "per-fedavg-exact", "proto": "pfldyn-proto", "metavers": "metavers", "joint": "fedavg-joint",
+           "fedproto": "fedproto"}
 
 
 def train_graph(name: str, layout: Layout | None = None) -> TrainGraph:

@@ -156,7 +156,7 @@ class Worker:
         self._model = models.build(self.layout, channels_last=alone, reduced=reduced).to(setting.device)
         self._clients = Clients(setting.folder)
         self._side_by_side = setting.side_by_side
-        self._whole = 0 if self.layout.task else int(self.workload.samples.y.max()) + 1
+        self._whole = 0 if self.workload.task else int(self.workload.samples.y.max()) + 1
         groups = ("train", self.workload.train), ("new", self.workload.new), ("novel", self.workload.novel)
         self._shares = {(kind, share.name): share for kind, shares in groups for share in shares}
 
@@ -269,7 +269,7 @@ class Worker:
         try:
             own, query = self._parts(task, share)
             state = self._clients.load(client, task.round) if kind == "train" else {}
-            if self.layout.task is not None:
+            if self.workload.task is not None:
                 return self._of_numbers(task, client, own, query, state)
             found = self._confusion(share, query.y, self._answers(task, own, query, state))
             moments = self._moments(task, share, query) if kind == "train" else None
@@ -320,7 +320,7 @@ class Worker:
         return DeviceEvaluation(client, task.kind, task.support, errors=own, errors_before=before)
 
     def _errors(self, params: Params, query: Part) -> Errors:
-        target = self.layout.task
+        target = self.workload.task
         assert target is not None
         answers = local_training.predict_logits(self._model, params, query.x)
         return Errors.of(target, query.y, target.in_units(answers))

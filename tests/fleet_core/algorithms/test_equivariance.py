@@ -17,7 +17,7 @@ from tests.support.simulation import Fleet, flat, hyper_of, max_difference, toy_
 
 Array = np.ndarray[Any, Any]
 ROTATED = np.array([2, 4, 0, 1, 3])
-PROTO = [name for name, method in METHODS.items() if method.personalizer == "proto"]
+PROTO = [name for name, method in METHODS.items() if method.adaptation in ("proto", "metavers")]
 
 
 def permuted(samples: tuple[Array, Array]) -> tuple[Array, Array]:
