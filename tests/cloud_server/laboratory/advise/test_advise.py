@@ -28,6 +28,7 @@ from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data.samples import Samples, save
+from fleet_core.tasks.regression import Regression
 from tests.cloud_server.laboratory.compare.test_compare import DOWN, UP, ended
 
 ROWS = 30
@@ -343,7 +344,7 @@ def test_a_real_advice_on_numbers_prefers_the_smaller_error(tmp_path: Path, monk
     assert "--task regression --loss squared" in found.command
     assert found.fleet_toml is not None
     task = config.parse(FleetConfig, found.fleet_toml, "fleet.toml").model.task
-    assert task is not None
+    assert isinstance(task, Regression)
     assert (task.outputs, task.loss) == (("speed", "load"), "squared")
 
 
