@@ -14,7 +14,7 @@ Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, in
 FP32 [n, K] or ``labels`` UINT8 [n, K], and personalizes at once. A label that is no class is refused, unless the
 request's parameter ``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label,
 ``GET /v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
-``label``.
+``label``, or its ``target``, a list of numbers.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Model(typing.Protocol):
     def unlabelled_sample(self, name: str) -> Array:
         """[*shape]. Raises FleetError."""
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
-        """Labels the unlabelled sample of this id. new: as in ``learn``. Raises FleetError."""
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
+        """Labels the unlabelled sample of this id. label: or targets [K]. new: as in ``learn``. Raises FleetError."""
 
 
 @dataclass(frozen=True)
@@ -247,15 +247,17 @@ class InferenceProtocol:
                         "data": x.ravel().tolist()})
 
     def _label(self, request: Request, version: str | None) -> Response:
-        self._check_version(version, self._facts().round)
+        facts = self._facts()
+        self._check_version(version, facts.round)
         with self._reading:
             body, _ = _split(request)
-        for key in ("id", "label"):
+        for key in ("id",) if facts.values else ("id", "label"):
             if not isinstance(body.get(key), str):
                 raise MessageError(f"'{key}' is {tensors.shown(body.get(key))}", expected="text")
         where = "the request's parameters"
         new = tensors.flag(tensors.parameters_of(body, where), "new_classes", False, where)
-        return as_json(self._model.label(body["id"], body["label"], new=new))
+        label = _target(body.get("target"), facts.values) if facts.values else body["label"]
+        return as_json(self._model.label(body["id"], label, new=new))
 
     def _parse(self, request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
         with self._reading:
@@ -273,6 +275,15 @@ def _described(facts: Facts) -> list[dict[str, Any]]:
         outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
         outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
     return outputs
+
+
+def _target(given: Any, outputs: Sequence[str]) -> list[float]:
+    """A sample's targets. Raises MessageError."""
+    numbers = given if isinstance(given, list) else []
+    if len(numbers) != len(outputs) or not all(type(one) in (int, float) for one in numbers):
+        raise MessageError(f"'target' is {tensors.shown(given)}",
+                           expected=f"a list with a number for each of {', '.join(outputs[:20])}")
+    return numbers
 
 
 def _form(facts: Facts) -> Form:

@@ -89,13 +89,14 @@ class ServedModel:
     def unlabelled_sample(self, name: str) -> np.ndarray[Any, Any]:
         return self._device().sample(name)
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
         device = self._device()
         device.label(name, label, new_class=new)
+        labelled = {"id": name, "label" if isinstance(label, str) else "target": label}
         try:
-            return {"id": name, "label": label, "personalization": device.personalize()}
+            return {**labelled, "personalization": device.personalize()}
         except FleetError as error:
-            return {"id": name, "label": label, "counts_later": str(error).splitlines()[0]}
+            return {**labelled, "counts_later": str(error).splitlines()[0]}
 
 
 def outputs_of(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
