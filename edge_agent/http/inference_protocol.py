@@ -6,7 +6,8 @@ are no sockets here.
 One model, named as the fleet; its version is the round of the served model. One input ``x``, raw samples. Outputs:
 ``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
 classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], whose names are in the metadata. An
-answer's parameters name its round, model and personalization.
+answer's parameters name its round, model and personalization, and the calibration error once it is known; the metadata
+say how the model does on the device's held-back samples.
 
 Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, or ``target``
 FP32 [n, K], and personalizes at once. A label that is no class is refused, unless the request's parameter
@@ -75,6 +76,12 @@ class Model(typing.Protocol):
 
     def answer(self, x: Array) -> Answer:
         """Raises FleetError."""
+
+    def held_back(self) -> Mapping[str, Any]:
+        """The number of the device's held-back samples and how they are answered; empty without any."""
+
+    def calibration_error(self) -> float | None:
+        """On the held-back samples; None as long as they were not answered."""
 
     def learn(self, x: Array, labels: Sequence[str] | Array, *, new: bool) -> Mapping[str, Any]:
         """labels: or targets [n, K]. new: labels may name new classes of this device. Raises FleetError."""
@@ -186,10 +193,11 @@ class InferenceProtocol:
         any_size = facts.spec is not None and facts.spec.fit != "refuse"
         shape = [facts.shape[0], -1, -1] if any_size else facts.shape
         x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
+        held_back = self._model.held_back()
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
             "outputs": outputs, **({"values": facts.values} if facts.values else {"classes": facts.classes}),
-            "graph": facts.graph,
+            "graph": facts.graph, **({"held_back": held_back} if held_back else {}),
         })
 
     def _facts(self) -> Facts:
@@ -210,7 +218,7 @@ class InferenceProtocol:
         parsed = self._parse(request, {"x": _form(facts)})
         answer = self._model.answer(parsed.x)
         self._check_version(version, answer.round)
-        return _response(parsed, answer, self._model.name)
+        return _response(parsed, answer, self._model.name, self._model.calibration_error())
 
     def _samples(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
@@ -311,7 +319,9 @@ def _outputs(outputs: Any, as_binary: bool) -> Iterator[tuple[str, bool]]:
 # Responses ------------------------------------------------------------------------------------------------------------
 
 
-def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
+def _response(
+    request: InferenceRequest, answer: Answer, name: str, calibration_error: float | None = None
+) -> Response:
     n, rows = answer.samples, answer.values or answer.probabilities
     numbers = "FP32", (n, len(rows[0])), list(chain.from_iterable(rows))
     available: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {"values": numbers} if answer.values else {
@@ -330,7 +340,8 @@ def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
         "model_name": name, "model_version": str(answer.round),
         **({} if request.id is None else {"id": request.id}),
         "parameters": {"round": answer.round, "model": answer.model, "personalization": answer.personalization,
-                       "graph": answer.graph},
+                       "graph": answer.graph,
+                       **({} if calibration_error is None else {"calibration_error": calibration_error})},
         "outputs": outputs,
     })
     if not any("parameters" in output for output in outputs):

@@ -61,6 +61,16 @@ class ServedModel:
         return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False,
                      spec=spec, values=outputs_of(served.graph.layout))
 
+    def held_back(self) -> Mapping[str, Any]:
+        try:
+            found = self._service.held_back()
+        except FleetError:  # the recording cannot be read; the model answers without it
+            return {}
+        return {} if found is None else {"samples": found.samples, **found.figures}
+
+    def calibration_error(self) -> float | None:
+        return self._service.calibration_error
+
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)
 
