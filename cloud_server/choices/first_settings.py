@@ -22,9 +22,12 @@ from fleet_core.data.shaping import resize, sound
 from fleet_core.model.layout import FITS, Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
+from fleet_core.tasks.labels import KIND as LABELS
+from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.regression import KIND, LOSSES, Regression
+from fleet_core.tasks.task import Task
 
-TASKS = ("classes", KIND)
+TASKS = ("classes", KIND, LABELS)
 NO_WINDOW = "leave --window and --stride out"
 HEAD = "# The server reads this file when it starts. Every key: docs/fleet.md of Metafleet."
 
@@ -37,17 +40,19 @@ def topic_name(folder: str) -> str:
 def load_data(
     data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None,
     size: str | None = None, fit: str | None = None, rate: int | None = None, seconds: float | None = None,
-    outputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None, labels: bool = False,
 ) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
     how the file was read. window, stride: to cut a file of readings, which devices then do too. size, fit: of images,
     as in ``resize.size_of``. rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a
-    window, rate is that of the readings, to which devices resample their sensors. outputs: of the numbers to predict,
-    as in ``samples.load``; None for classes. Raises DataError, also for samples whose classes have no names."""
+    window, rate is that of the readings, to which devices resample their sensors. outputs, labels: of the numbers to
+    predict, or of several labels, as in ``samples.load``; None for classes. Raises DataError, also for samples
+    whose classes have no names."""
     if _is_named(data):
         if outputs is not None:
-            raise DataError("is a named set, which has classes", where=data, expected="a file of samples with numbers",
-                            hint="leave out --task regression")
+            raise DataError("is a named set, which has classes", where=data,
+                            expected=f"a file of samples with {'labels' if labels else 'numbers'}",
+                            hint=f"leave out --task {LABELS if labels else KIND}")
         if window is not None or stride is not None:
             raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
         if any(option is not None for option in (size, fit, rate, seconds)):
@@ -60,7 +65,7 @@ def load_data(
     pixels, how = resize.size_of(size, fit)
     sound_hz = 0 if window is not None and seconds is None else _sound_hz(Path(data), rate, seconds)
     samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds,
-                   outputs=outputs)
+                   outputs=outputs, labels=labels)
     if how != "refuse" and samples.x.ndim != 4:
         raise DataError("holds no images", where=data, hint="leave out --size and --fit")
     for remark in (*samples.notes, *model_input.remarks(samples.x)):
@@ -104,18 +109,26 @@ def train_table(only: list[str] | None, freeze: str | None) -> dict[str, Any]:
     return given
 
 
-def wanted_outputs(task: str, outputs: str | None, loss: str | None) -> tuple[str, ...] | None:
-    """The outputs that the options of ``init`` name; empty for those of the file, None for classes. Raises
+def wanted_outputs(
+    task: str, outputs: str | None, loss: str | None, labels: str | None = None
+) -> tuple[str, ...] | None:
+    """The outputs or labels that the options of ``init`` name; empty for those of the file, None for classes. Raises
     ConfigError."""
     if task not in TASKS:
         raise ConfigError(f"'{task[:40]}' is not a task", where="--task", expected=" or ".join(TASKS))
+    if labels is not None and task != LABELS:
+        raise ConfigError("--labels are those of which a sample has any number", hint=f"--task {LABELS}")
     if task != KIND:
         if outputs is not None or loss is not None:
             raise ConfigError("--outputs and --loss are for numbers to predict", hint=f"--task {KIND}")
-        return None
+        return None if task != LABELS else _named(labels)
     if loss is not None and loss not in LOSSES:
         raise ConfigError(f"'{loss[:40]}' is not a loss", where="--loss", expected=" or ".join(LOSSES))
-    return tuple(name.strip() for name in outputs.split(",")) if outputs else ()
+    return _named(outputs)
+
+
+def _named(names: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",")) if names else ()
 
 
 def wants_trial(data: str, model: str | None, trial: bool | None) -> bool:
@@ -130,13 +143,16 @@ def _is_named(data: str) -> bool:
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
     spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, codec: str | None = None,
-    train: Mapping[str, Any] | None = None, backbone: Backbone | None = None, loss: str | None = None, **fleet: Any,
+    train: Mapping[str, Any] | None = None, backbone: Backbone | None = None, loss: str | None = None,
+    labels: bool = False, **fleet: Any,
 ) -> str:  # fmt: skip
     """The content of fleet.toml for these samples, which need class names, or outputs. model: default by shape. spec:
     the model's input; by default the samples as they are. backbone: it computes this input from raw samples. codec: as
-    in ``codec_catalogue.chosen``. train: keys of its table ``train``. loss: of numbers; default huber. fleet: further
-    keys of ``fleet``."""
-    task = Regression.of(samples.outputs, samples.y, loss or LOSSES[0]) if samples.outputs else None
+    in ``codec_catalogue.chosen``. train: keys of its table ``train``. loss: of numbers; default huber. labels: the
+    samples' outputs are labels. fleet: further keys of ``fleet``."""
+    task: Task | None = None
+    if samples.outputs:
+        task = MultiLabel(samples.outputs) if labels else Regression.of(samples.outputs, samples.y, loss or LOSSES[0])
     hyper = method_catalogue.named(method).hyper()
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(

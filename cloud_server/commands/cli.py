@@ -90,13 +90,16 @@ def demo(
 def init(
     fleet: FLEET,
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples that define shape and classes.")] = None,
-    task: Annotated[str, typer.Option(metavar="classes|regression", help="What the model answers: a class, or one or "
-                                      "several numbers.")] = "classes",
+    task: Annotated[str, typer.Option(metavar="classes|regression|multi-label", help="What the model answers: a "
+                                      "class, one or several numbers, or any number of labels.")] = "classes",
     outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
                                                 "numbers, which are columns of a table; default: the file's, or "
                                                 "target.")] = None,
     loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default huber.")]
     = None,
+    labels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task multi-label: names of the "
+                                               "labels, which are columns of 0 and 1 of a table; default: the "
+                                               "file's.")] = None,
     window: WINDOW = None,
     stride: STRIDE = None,
     size: SIZE = None,
@@ -105,7 +108,7 @@ def init(
     seconds: SECONDS = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto; for "
-                                                    "numbers fedavg-meta.")] = None,
+                                                    "numbers and labels fedavg-meta.")] = None,
     codec: CODEC = None,
     only: Annotated[list[str] | None, typer.Option("--train", metavar="PATTERN", help="Arrays that devices train and "
                                                    "send, such as 'head.*'; may be repeated; default: all.")] = None,
@@ -134,20 +137,21 @@ def init(
     from cloud_server.choices import first_settings
     from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
+    from fleet_core.tasks import labels as labels_task
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
-             "--seconds": seconds, "--outputs": outputs, "--loss": loss, "--codec": codec, "--train": only or None,
-             "--freeze": freeze, "--backbone": backbone, "--backbone-output": backbone_output,
+             "--seconds": seconds, "--outputs": outputs, "--loss": loss, "--labels": labels, "--codec": codec,
+             "--train": only or None, "--freeze": freeze, "--backbone": backbone, "--backbone-output": backbone_output,
              "--backbone-build": backbone_build}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
-        names = first_settings.wanted_outputs(task, outputs, loss)
+        names = first_settings.wanted_outputs(task, outputs, loss, labels)
         cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds,
-               "outputs": names}
+               "outputs": names, "labels": task == labels_task.KIND}
         text = _first_fleet_toml(fleet, data, cut, name, method or (DEFAULT_METHOD if names is None else OF_NUMBERS),
                                  model, rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
                                  first_settings.train_table(only, freeze), loss,
@@ -160,7 +164,8 @@ def init(
     audit_log.done(fleet, "init")
     section = made.config.model
     answers = f"classes {', '.join(section.classes)}" if section.task is None else (
-        f"predicts {', '.join(section.task.outputs)}")
+        f"{'labels' if section.task.kind == labels_task.KIND else 'predicts'} "
+        f"{', '.join(section.task.outputs)}")
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {section.name}, {answers}")
     for remark in made.remarks():
         processes.say(remark)
@@ -193,7 +198,7 @@ def _first_fleet_toml(
         chosen.name if chosen else model or (default_model(spec.shape, spec.dtype) if backbone else
                                              model_for(data, samples)),
         rounds=rounds, seed=seed, spec=spec, model_options=chosen.options if chosen else None, codec=codec, train=train,
-        backbone=backbone, loss=loss,
+        backbone=backbone, loss=loss, labels=cut["labels"],
     )
 
 
@@ -273,6 +278,7 @@ def predict_command(
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.data import unlabelled
+    from fleet_core.tasks.labels import rows as label_rows
 
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
@@ -286,15 +292,20 @@ def predict_command(
                              off=predict.why_off(made, row))
     if as_json:
         return terminal.show(schema.plain(answer))
+    said = f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}"
+    if answer.label_sets:
+        terminal.table(label_rows(answer.outputs, answer.label_sets, answer.probabilities),
+                       ("sample", "labels", "probabilities"))
+        return processes.say(said)
     if answer.outputs:
         terminal.table([(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)],
                        ("sample", *answer.outputs))
-        return processes.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
+        return processes.say(said)
     unknown = answer.unknown or (False,) * len(answer.labels)
     rows = [(str(n), label + " (unknown)" * unknown[n], " ".join(f"{p:.3f}" for p in row))
             for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]
     terminal.table(rows, ("sample", "answer", " ".join(answer.classes or made.config.model.classes)))
-    processes.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
+    processes.say(said)
 
 
 @app.command()

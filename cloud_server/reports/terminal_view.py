@@ -35,7 +35,6 @@ from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
 from cloud_server.reports import array_tables, codec_tables, cost_tables
 from cloud_server.results.result import Result, RoundFigures, Sums, round_figures, task_score
 from fleet_core.power.meter import WORKING
-from fleet_core.tasks.regression import MEASURE, text_of
 
 SHOWN_DEVICES = 20
 RECENT_ROUNDS = 5  # the remaining time is estimated from these
@@ -151,7 +150,7 @@ class LiveView(Display):
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
         table.add_column("device")
         table.add_column("now")
-        measure = MEASURE if any(device.task for device in shown) else "accuracy"
+        measure = next((device.task.head for device in shown if device.task is not None), "accuracy")
         for heading in (measure, "up", "down", "energy"):
             table.add_column(heading, justify="right")
         for device in shown:
@@ -233,7 +232,7 @@ def _device_cells(device: DeviceLine) -> tuple[str, ...]:
     moved = device.payload
     return (
         plain_text(device.name) + (" (new)" if device.new else ""), plain_text(device.phase)[:60],
-        share_text(device.accuracy) if device.task is None else text_of(device.task.measures.get("mae", {})),
+        share_text(device.accuracy) if device.task is None else device.task.short_text,
         bytes_text(moved.up) if moved else ABSENT,
         bytes_text(moved.down) if moved else ABSENT, joules_text(device.energy),
     )  # fmt: skip

@@ -30,7 +30,7 @@ from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
-from fleet_core.tasks import regression
+from fleet_core.tasks.task import measures_of
 
 FORMAT = 1
 PACKAGES = (
@@ -347,9 +347,9 @@ def task_score(rows: Sequence[TaskEvaluation]) -> TaskScore | None:
     if not rows:
         return None
     outputs = rows[0].outputs
-    errors = regression.of_sums(outputs, [(row.samples, row.sums) for row in rows])
+    samples, measures = measures_of(rows[0].task, outputs, [(row.samples, row.sums) for row in rows])
     methods = {row.method for row in rows}
-    return TaskScore(task=rows[0].task, samples=errors.count, measures=regression.measures(outputs, errors),
+    return TaskScore(task=rows[0].task, samples=samples, measures=measures,
                      method=methods.pop() if len(methods) == 1 else None)
 
 

@@ -113,6 +113,8 @@ def _samples(group: Parser) -> None:
     one.add_argument("--label", help="the class of the samples")
     one.add_argument("--target", metavar="NUMBER,…", help="of a fleet that predicts numbers: those of all samples; "
                      "default: the file has them for each")
+    one.add_argument("--labels", metavar="NAME,…", help="of a fleet with several labels: those of all samples, or '' "
+                     "for none; default: the file has them for each")
     one.add_argument("--new-class", action="store_true",
                      help="the class is this device's own; the fleet does not have it")
     home(one)
@@ -209,7 +211,8 @@ def sources(given: Namespace) -> None:
 def add(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.add(given.file, given.label, given.home, new_class=given.new_class, target=given.target)
+    device_commands.add(given.file, given.label, given.home, new_class=given.new_class, target=given.target,
+                        labels=given.labels)
 
 
 def list_samples(given: Namespace) -> None:

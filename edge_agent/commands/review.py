@@ -67,6 +67,8 @@ def likely(one: UnlabelledSample) -> str:
         return ""
     if one.answer.values:
         return ", ".join(f"{name} {value:.6g}" for name, value in one.answer.values.items())
+    if not one.answer.label:
+        return ", ".join(f"{name} {share:.0%}" for name, share in one.answer.probabilities.items())
     ordered = sorted(one.answer.probabilities.items(), key=lambda item: -item[1])[:LIKELY]
     return ", ".join(f"{name} {share:.0%}" for name, share in ordered) + (", unknown" if one.answer.unknown else "")
 

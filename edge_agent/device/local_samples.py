@@ -22,7 +22,8 @@ from fleet_core.data import samples, time_split
 from fleet_core.data.prepare import prepared
 from fleet_core.data.samples import Samples
 from fleet_core.model.layout import Layout
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.task import Task
 
 if TYPE_CHECKING:
     from fleet_core.backbone.features import Features
@@ -85,7 +86,7 @@ class LocalData:
     fit: str = "refuse"
     sound_hz: int = 0
     features: Features | None = None
-    task: Regression | None = None
+    task: Task | None = None
 
     @staticmethod
     def of(home: Path, file: str, layout: Layout, table: Mapping[str, Any]) -> LocalData:
@@ -224,15 +225,20 @@ class LocalData:
         samples.save(self.added_path, Samples(kept.x, y, classes=tuple(names[k] for k in used)))
 
     def counts(self, say: Callable[[str], None] = lambda note: None) -> list[tuple[str, int, int, int]]:
-        """(class, recorded samples to learn from, recorded and held back, added) of each class, or of all samples with
-        targets. say: receives the notes of reading the recording."""
+        """(class, recorded samples to learn from, recorded and held back, added) of each class, or of each label and
+        then of all samples, or of all samples with targets. say: receives the notes of reading the recording."""
         added, names = self._load_added()
         recorded = self._recorded() if self.path.exists() else (None, None)
         for note in () if recorded[0] is None else recorded[0].notes:
             say(note)
         if self.task is not None:
             numbers = [0 if part is None else len(part) for part in (*recorded, added)]
-            return [("all", numbers[0], numbers[1], numbers[2])]
+            whole = ("all samples", numbers[0], numbers[1], numbers[2])
+            if not isinstance(self.task, MultiLabel):
+                return [whole]
+            of = [[0] * len(self.outputs) if part is None else part.y.sum(0).astype(int).tolist()
+                  for part in (*recorded, added)]
+            return [*((name, of[0][k], of[1][k], of[2][k]) for k, name in enumerate(self.outputs)), whole]
         to_learn, held_back, by_hand = (
             [0] * len(names) if part is None else np.bincount(part.y, minlength=len(names)).tolist()
             for part in (*recorded, added)
@@ -253,5 +259,6 @@ class LocalData:
         everything = samples.load(
             self.path, classes=self.classes or None, dtype=self.dtype, shape=self.shape, stride=self.stride,
             fit=self.fit, sound_hz=self.sound_hz, outputs=self.outputs or None,
+            labels=isinstance(self.task, MultiLabel),
         )
         return time_split.learned(everything, self.train_fraction, self.support_seconds)

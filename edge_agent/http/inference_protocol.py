@@ -5,14 +5,15 @@ are no sockets here.
 
 One model, named as the fleet; its version is the round of the served model. One input ``x``, raw samples. Outputs:
 ``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
-classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], whose names are in the metadata. An
-answer's parameters name its round, model and personalization, and the calibration error once it is known; the metadata
-say how the model does on the device's held-back samples.
+classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], and one with several labels has
+``probabilities`` FP32 [n, K]; their names are in the metadata. An answer's parameters name its round, model and
+personalization, and the calibration error once it is known; the metadata say how the model does on the device's
+held-back samples.
 
 Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, or ``target``
-FP32 [n, K], and personalizes at once. A label that is no class is refused, unless the request's parameter
-``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label, ``GET
-/v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
+FP32 [n, K] or ``labels`` UINT8 [n, K], and personalizes at once. A label that is no class is refused, unless the
+request's parameter ``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label,
+``GET /v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
 ``label``.
 """
 
@@ -52,7 +53,8 @@ NOT_READY = "no model has been served to this device yet"
 class Facts:
     """The model that answers now. shape, dtype: of one raw sample. unknown: whether unknown classes are detected.
     graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples. spec: of the
-    model's input, if other shapes are taken too. values: names of the numbers of a fleet that predicts numbers."""
+    model's input, if other shapes are taken too. values: names of the numbers of a fleet that predicts numbers. labels:
+    names of the labels of a fleet with several."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -63,6 +65,20 @@ class Facts:
     ready: bool = True
     spec: InputSpec | None = None
     values: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    @property
+    def truth(self) -> dict[str, Form]:
+        """The input that holds what a labelled sample is."""
+        if self.labels:
+            return {"labels": Form("UINT8", (len(self.labels),))}
+        return {"target": Form("FP32", (len(self.values),))} if self.values else {"label": Form("BYTES")}
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What the numbers of the first output are."""
+        return {"labels": self.labels} if self.labels else {"values": self.values} if self.values else {
+            "classes": self.classes}
 
 
 class Model(typing.Protocol):
@@ -185,19 +201,20 @@ class InferenceProtocol:
     def _model_metadata(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        outputs = [
-            {"name": "probabilities", "datatype": "FP32", "shape": [-1, len(facts.classes)]},
-            {"name": "label", "datatype": "BYTES", "shape": [-1]},
-            *([{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []),
-        ] if not facts.values else [{"name": "values", "datatype": "FP32", "shape": [-1, len(facts.values)]}]
+        (of, names), = facts.names.items()
+        outputs = [{"name": "values" if of == "values" else "probabilities", "datatype": "FP32",
+                    "shape": [-1, len(names)]}]
+        if of == "classes":
+            outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
+            outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
         any_size = facts.spec is not None and facts.spec.fit != "refuse"
         shape = [facts.shape[0], -1, -1] if any_size else facts.shape
         x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
         held_back = self._model.held_back()
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
-            "outputs": outputs, **({"values": facts.values} if facts.values else {"classes": facts.classes}),
-            "graph": facts.graph, **({"held_back": held_back} if held_back else {}),
+            "outputs": outputs, **facts.names, "graph": facts.graph,
+            **({"held_back": held_back} if held_back else {}),
         })
 
     def _facts(self) -> Facts:
@@ -223,8 +240,7 @@ class InferenceProtocol:
     def _samples(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        truth = {"target": Form("FP32", (len(facts.values),))} if facts.values else {"label": Form("BYTES")}
-        parsed = self._parse(request, {"x": _form(facts), **truth})
+        parsed = self._parse(request, {"x": _form(facts), **facts.truth})
         return as_json(self._model.learn(parsed.x, parsed.labels, new=parsed.new_classes))
 
     def _unlabelled(self, request: Request, version: str | None) -> Response:
@@ -273,7 +289,7 @@ def parse_request(request: Request, forms: Mapping[str, Form]) -> InferenceReque
     as_binary = tensors.flag(parameters, "binary_data_output", False, where)
     outputs = dict(_outputs(body.get("outputs") or [], as_binary))
     new_classes = tensors.flag(parameters, "new_classes", False, where)
-    labels = inputs.get("target", inputs.get("label", ()))
+    labels = next((inputs[name] for name in ("labels", "target", "label") if name in inputs), ())
     return InferenceRequest(request_id, inputs["x"], labels, outputs, as_binary, new_classes)
 
 
@@ -326,7 +342,7 @@ def _response(
     numbers = "FP32", (n, len(rows[0])), list(chain.from_iterable(rows))
     available: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {"values": numbers} if answer.values else {
         "probabilities": numbers,
-        "label": ("BYTES", (n,), answer.labels),
+        **({} if answer.label_sets else {"label": ("BYTES", (n,), answer.labels)}),
         **({"unknown": ("BOOL", (n,), answer.unknown)} if answer.unknown else {}),
     }
     outputs, tails = [], []

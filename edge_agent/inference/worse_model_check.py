@@ -19,7 +19,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
 from fleet_core.tasks.calibration import expected_calibration_error
-from fleet_core.tasks.regression import MEASURE, Errors, Regression
+from fleet_core.tasks.task import Measured, head_of, measured
 
 Array = np.ndarray[Any, Any]
 Rows = tuple[tuple[int, ...], ...]
@@ -60,7 +60,7 @@ class WorseModel(StateError):
 
 
 class Evaluator:
-    """Confusion counts of predictors, or errors of a task, on the held-back samples, computed once per predictor.
+    """Confusion counts of predictors, or measures of a task, on the held-back samples, computed once per predictor.
 
     Session outputs are cached, so that after one more labelled sample only that sample is embedded. Several threads may
     ask.
@@ -69,7 +69,7 @@ class Evaluator:
     def __init__(self) -> None:
         self._stamp = ""
         self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
-        self._counts: WeakKeyDictionary[Predictor, Array | Errors] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Predictor, Array | Measured] = WeakKeyDictionary()
         self._calibration_errors: WeakKeyDictionary[Predictor, float] = WeakKeyDictionary()
         self._counting = threading.Lock()
         self._baseline: tuple[str, Alone | None] = "", None  # with the stamp of its samples
@@ -84,9 +84,9 @@ class Evaluator:
                 self._baseline = data.stamp(), None
         return self._baseline[1]
 
-    def counts(self, predictor: Predictor, data: LocalData) -> Array | Errors | None:
+    def counts(self, predictor: Predictor, data: LocalData) -> Array | Measured | None:
         """int64 [N, N] over the fleet's N classes, rows are the true ones; None if nothing is held back. Probabilities
-        of the device's own classes are ignored. Of a task: the errors."""
+        of the device's own classes are ignored. Of a task: its measures."""
         with self._counting:
             if data.held_back_stamp() != self._stamp:
                 self._stamp = data.held_back_stamp()
@@ -103,7 +103,7 @@ class Evaluator:
     def _count(self, predictor: Predictor, data: LocalData, samples: Samples) -> None:
         answers, n = self._answers(predictor, samples.x), len(data.classes)
         if data.task is not None:
-            self._counts[predictor] = Errors.of(data.task, samples.y, answers)
+            self._counts[predictor] = measured(data.task, samples.y, answers)
             return
         label, counts = answers[:, :n].argmax(1), np.zeros((n, n), np.int64)
         np.add.at(counts, (samples.y, label), 1)
@@ -120,14 +120,14 @@ class Evaluator:
     def evaluations(self, stages: Mapping[str, Predictor | None], method: str, data: LocalData) -> list[Evaluation]:
         """The evaluation of each stage that has a predictor; empty if nothing is held back."""
         counts = {s: None if predictor is None else self.counts(predictor, data) for s, predictor in stages.items()}
-        return [_evaluation(stage, method, found, data.task) for stage, found in counts.items() if found is not None]
+        return [_evaluation(stage, method, found) for stage, found in counts.items() if found is not None]
 
     def held_back(self, predictor: Predictor, data: LocalData) -> HeldBack | None:
         """None if nothing is held back."""
         counts = self.counts(predictor, data)
-        if isinstance(counts, Errors) and data.task is not None:
-            task = data.task
-            return HeldBack(counts.count, task.figures(counts), MEASURE, task.text(counts), task.distance(counts))
+        if isinstance(counts, Measured) and data.task is not None:
+            head = head_of(data.task.kind)
+            return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance)
         if not isinstance(counts, np.ndarray):
             return None
         accuracy = float(np.trace(counts) / counts.sum())
@@ -165,9 +165,9 @@ def gives_probabilities(predictor: Predictor, graph: Graph) -> bool:
     return bool(np.isfinite(answers).all() and (predictor.task or np.allclose(answers.sum(1), 1, atol=1e-3)))
 
 
-def _evaluation(stage: str, method: str, found: Array | Errors, task: Regression | None) -> Evaluation:
-    if isinstance(found, Errors) and task is not None:
-        return Evaluation(stage, method, (), found.count, task.sums(found))
+def _evaluation(stage: str, method: str, found: Array | Measured) -> Evaluation:
+    if isinstance(found, Measured):
+        return Evaluation(stage, method, (), found.samples, found.sums)
     return Evaluation(stage, method, _rows(found))
 
 

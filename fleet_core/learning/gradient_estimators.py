@@ -48,7 +48,7 @@ from fleet_core.learning.gradients import (
     value_and_gradient,
 )
 from fleet_core.learning.models import Network, outputs
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 
 PADDED = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto", "joint",
@@ -257,7 +257,7 @@ def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
     return lambda w: loss(outputs(network, w, x, "predict"), y)
 
 
-def _task(network: nn.Module) -> Regression | None:
+def _task(network: nn.Module) -> Task | None:
     return network.task if isinstance(network, Network) else None
 
 

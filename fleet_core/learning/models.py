@@ -30,7 +30,7 @@ from fleet_core.data.model_input import TOKENS
 from fleet_core.learning.adapters import with_adapters
 from fleet_core.learning.architectures import ADAPTABLE, MAX_SIZE, MODELS
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 from fleet_core.training.local_round import NumpyParams, check_task
 
 TorchParams = dict[str, dict[str, Tensor]]
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
     channels_last = reduced = False
 
-    def __init__(self, core: nn.Module, spec: InputSpec, task: Regression | None = None) -> None:
+    def __init__(self, core: nn.Module, spec: InputSpec, task: Task | None = None) -> None:
         super().__init__()
         self.core, self.spec, self.task = core, spec, task
         ones = (1,) * (len(spec.shape) - 1)
@@ -105,7 +105,7 @@ def hold(network: nn.Module, params: Params) -> None:
 
 
 def describe(
-    model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any], task: Regression | None = None
+    model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any], task: Task | None = None
 ) -> Layout:
     """The layout of a model, found by building it and running it on two samples. task: what it answers instead of
     ``classes``, which are then empty. Raises ConfigError."""

@@ -16,7 +16,7 @@ from fleet_core.base.moving_arrays import EVERYTHING, MIRRORED, Moving
 from fleet_core.base.trees import Params
 from fleet_core.protocol import chunks
 from fleet_core.protocol.messages import ID
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import VARIANTS, Task
 
 MODEL_GROUPS = ("body", "head")
 GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
@@ -93,7 +93,7 @@ class Layout:
     tensors: tuple[TensorSpec, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
     backbone: Backbone | None = field(default=None, metadata={"sparse": True})
-    task: Regression | None = field(default=None, metadata={"sparse": True})
+    task: Task | None = field(default=None, metadata={"sparse": True, "variants": VARIANTS})
 
     @property
     def sample(self) -> InputSpec:
@@ -111,8 +111,8 @@ class Layout:
         return None if self.task is None else self.task.outputs
 
     def truths(self, y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """What losses and graphs compare answers with: labels int64 [N], or standardized targets float32 [N, K]. Raises
-        DataError."""
+        """What losses and graphs compare answers with: labels int64 [N], or standardized targets, or labels as 0
+        and 1, float32 [N, K]. Raises DataError."""
         return y.astype(np.int64) if self.task is None else self.task.standardized(y)
 
     @cached_property

@@ -38,13 +38,18 @@ def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: boo
         raise DataError("does not exist", where=str(path), expected=expected)
     kind = path.suffix.lower()
     if kind in TABLES and not path.is_dir():
+        if labelled and cut.labels and not cut.outputs:
+            raise DataError("names no labels", where=str(path), expected="the names of the columns that are labels",
+                            hint="--labels NAME,NAME")
         return TABLES[kind](path, limit_bytes, cut, labelled=labelled)
     if cut.window is not None:
         raise DataError("is not a table of readings, so windows cannot be cut", where=str(path),
                         expected="a .csv or .ndjson file", hint="leave the window out")
     if labelled and cut.outputs is not None and kind != ".npz":
-        raise DataError("has classes, not numbers to predict", where=str(path),
-                        expected=f".npz with x, y and perhaps outputs, or a table with a column '{cut.targets[0]}'")
+        has, named = ("one class", "labels") if cut.labels else ("classes, not numbers to predict", "outputs")
+        raise DataError(f"has {has} for each sample, not several labels" if cut.labels else f"has {has}",
+                        where=str(path),
+                        expected=f".npz with x, y and perhaps {named}, or a table with a column '{cut.targets[0]}'")
     if (path.is_dir() or kind == ".wav") and is_sound(path):
         if labelled and not path.is_dir():
             raise DataError("is one recording", where=str(path), expected="a folder with a subfolder for each class")
@@ -52,5 +57,5 @@ def read(path: Path, limit_bytes: int, cut: Cut, *, expected: str, labelled: boo
     if path.is_dir() and labelled:
         return read_images(path, limit_bytes, cut)
     if kind == ".npz":
-        return read_npz(path, limit_bytes, labelled=labelled)
+        return read_npz(path, limit_bytes, labelled=labelled, labels=cut.labels)
     raise DataError(f"has an unknown format '{path.suffix}'", where=str(path), expected=expected)
