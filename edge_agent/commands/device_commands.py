@@ -151,7 +151,8 @@ def _choice(
     if by is None and steps is None and rate is None and int8 is None:
         return None
     kept_int8 = now.int8 and by not in ("adapt", "none")
-    options = {"by": by or now.by, "steps": steps, "rate": rate, "int8": kept_int8 if int8 is None else int8}
+    options = {"by": by or now.by, "steps": steps, "rate": rate, "int8": kept_int8 if int8 is None else int8,
+               "frequent": now.frequent and by in (None, now.by, "proto")}
     choice, problems = schema.read(Personalize, options)
     if choice is None:
         raise ConfigError("; ".join(f"--{problem}" for problem in problems))

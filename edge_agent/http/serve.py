@@ -66,6 +66,16 @@ class ServedModel:
                      spec=spec, values=values, labels=labels,
                      scores=isinstance(served.graph.layout.task, Anomaly))
 
+    def held_back(self) -> Mapping[str, Any]:
+        try:
+            found = self._service.held_back()
+        except FleetError:  # the recording cannot be read; the model answers without it
+            return {}
+        return {} if found is None else {"samples": found.samples, **found.figures}
+
+    def calibration_error(self) -> float | None:
+        return self._service.calibration_error
+
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)
 

@@ -55,7 +55,7 @@ NEEDS: Mapping[str, tuple[str, bool, tuple[str, ...]]] = {
     "proto": ("proto", False, ("distance",)),
     "metavers": ("metavers", False, ("distance", "margin_distance", "margin_divisor", "triplet_sum", "negative")),
     "joint": ("joint", False, ("distance", "means_share")),
-    "fedproto": ("fedproto", False, ("pull",)),
+    "fedproto": ("fedproto", False, ("pull", "pull_form")),
 }
 """{adaptation: (its loss, whether it needs ``product``, the hyper-parameters that are constants of the graph)}."""
 
@@ -89,7 +89,8 @@ class TrainInfo:
         if loss != self.loss or (product and not self.product):
             return f"the fleet's graph for training is not of the estimator {adaptation}"
         for name in constants:
-            made, asked = self.hyper.get(name), schema.plain(getattr(hyper, name))
+            default = schema.plain(getattr(type(hyper), name))
+            made, asked = self.hyper.get(name, default), schema.plain(getattr(hyper, name))
             if made != asked:
                 return f"the fleet's graph for training was made with {name} = {made!r}, and the round has {asked!r}"
         return ""
