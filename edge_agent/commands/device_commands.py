@@ -151,7 +151,8 @@ def _choice(
     if by is None and steps is None and rate is None and int8 is None:
         return None
     kept_int8 = now.int8 and by not in ("adapt", "none")
-    options = {"by": by or now.by, "steps": steps, "rate": rate, "int8": kept_int8 if int8 is None else int8}
+    options = {"by": by or now.by, "steps": steps, "rate": rate, "int8": kept_int8 if int8 is None else int8,
+               "frequent": now.frequent and by in (None, now.by, "proto")}
     choice, problems = schema.read(Personalize, options)
     if choice is None:
         raise ConfigError("; ".join(f"--{problem}" for problem in problems))
@@ -276,7 +277,7 @@ def _truths(target: str | None, labels: str | None, service: Service, task: Task
         return None if labels is None else relearn.checked_label_set(service, list(filter(None, labels.split(","))))
     if labels is not None:
         raise ConfigError("this fleet predicts numbers, not labels", expected="--target NUMBER,…")
-    return None if target is None else _numbers(target, service)
+    return None if target is None else relearn.checked_targets(service, np.array(numbers(target)))
 
 
 def _add_targets(
@@ -305,15 +306,12 @@ def _named(truths: np.ndarray[Any, Any] | None, task: MultiLabel) -> str:
     return ", ".join(task.chosen(truths.tolist())) or "none of the labels"
 
 
-def _numbers(target: str, service: Service) -> np.ndarray[Any, Any]:
-    """[K]. Raises ConfigError unless ``target`` is a finite number for each output."""
-    from edge_agent.inference import relearn
-
+def numbers(target: str) -> list[float]:
+    """The numbers of ``1.5,20``. Raises ConfigError."""
     try:
-        found = np.array([float(part) for part in target.split(",")])
+        return [float(part) for part in target.split(",")]
     except ValueError as error:
         raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
-    return relearn.checked_targets(service, found)
 
 
 def list_samples(home: Path, as_json: bool) -> None:

@@ -7,14 +7,14 @@ One model, named as the fleet; its version is the round of the served model. One
 ``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
 classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], and one with several labels has
 ``probabilities`` FP32 [n, K]; their names are in the metadata. A fleet that detects anomalies has ``score`` FP32 [n]
-and ``alarm`` BOOL [n]. An answer's parameters name its round, model and
-personalization.
+and ``alarm`` BOOL [n]. An answer's parameters name its round, model and personalization, and the calibration error once
+it is known; the metadata say how the model does on the device's held-back samples.
 
 Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, or ``target``
 FP32 [n, K] or ``labels`` UINT8 [n, K], and personalizes at once. A label that is no class is refused, unless the
 request's parameter ``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label,
 ``GET /v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
-``label``.
+``label``, or its ``target``, a list of numbers.
 """
 
 from __future__ import annotations
@@ -97,6 +97,12 @@ class Model(typing.Protocol):
     def answer(self, x: Array) -> Answer:
         """Raises FleetError."""
 
+    def held_back(self) -> Mapping[str, Any]:
+        """The number of the device's held-back samples and how they are answered; empty without any."""
+
+    def calibration_error(self) -> float | None:
+        """On the held-back samples; None as long as they were not answered."""
+
     def learn(self, x: Array, labels: Sequence[str] | Array, *, new: bool) -> Mapping[str, Any]:
         """labels: or targets [n, K]. new: labels may name new classes of this device. Raises FleetError."""
 
@@ -106,8 +112,8 @@ class Model(typing.Protocol):
     def unlabelled_sample(self, name: str) -> Array:
         """[*shape]. Raises FleetError."""
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
-        """Labels the unlabelled sample of this id. new: as in ``learn``. Raises FleetError."""
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
+        """Labels the unlabelled sample of this id. label: or targets [K]. new: as in ``learn``. Raises FleetError."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +208,11 @@ class InferenceProtocol:
         any_size = facts.spec is not None and facts.spec.fit != "refuse"
         shape = [facts.shape[0], -1, -1] if any_size else facts.shape
         x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
+        held_back = self._model.held_back()
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
             "outputs": _described(facts), **facts.names, "graph": facts.graph,
+            **({"held_back": held_back} if held_back else {}),
         })
 
     def _facts(self) -> Facts:
@@ -227,7 +235,7 @@ class InferenceProtocol:
         self._check_version(version, answer.round)
         if facts.scores and answer.threshold is None:
             raise Refused(503, NO_THRESHOLD)
-        return _response(parsed, answer, self._model.name)
+        return _response(parsed, answer, self._model.name, self._model.calibration_error())
 
     def _samples(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
@@ -247,15 +255,17 @@ class InferenceProtocol:
                         "data": x.ravel().tolist()})
 
     def _label(self, request: Request, version: str | None) -> Response:
-        self._check_version(version, self._facts().round)
+        facts = self._facts()
+        self._check_version(version, facts.round)
         with self._reading:
             body, _ = _split(request)
-        for key in ("id", "label"):
+        for key in ("id",) if facts.values else ("id", "label"):
             if not isinstance(body.get(key), str):
                 raise MessageError(f"'{key}' is {tensors.shown(body.get(key))}", expected="text")
         where = "the request's parameters"
         new = tensors.flag(tensors.parameters_of(body, where), "new_classes", False, where)
-        return as_json(self._model.label(body["id"], body["label"], new=new))
+        label = _target(body.get("target"), facts.values) if facts.values else body["label"]
+        return as_json(self._model.label(body["id"], label, new=new))
 
     def _parse(self, request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
         with self._reading:
@@ -273,6 +283,15 @@ def _described(facts: Facts) -> list[dict[str, Any]]:
         outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
         outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
     return outputs
+
+
+def _target(given: Any, outputs: Sequence[str]) -> list[float]:
+    """A sample's targets. Raises MessageError."""
+    numbers = given if isinstance(given, list) else []
+    if len(numbers) != len(outputs) or not all(type(one) in (int, float) for one in numbers):
+        raise MessageError(f"'target' is {tensors.shown(given)}",
+                           expected=f"a list with a number for each of {', '.join(outputs[:20])}")
+    return numbers
 
 
 def _form(facts: Facts) -> Form:
@@ -353,7 +372,9 @@ def _available(answer: Answer) -> dict[str, tuple[str, Sequence[int], Sequence[A
     }
 
 
-def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
+def _response(
+    request: InferenceRequest, answer: Answer, name: str, calibration_error: float | None
+) -> Response:
     available = _available(answer)
     outputs, tails = [], []
     for output, binary in (request.outputs or dict.fromkeys(available, request.binary)).items():
@@ -367,7 +388,8 @@ def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
         **({} if request.id is None else {"id": request.id}),
         "parameters": {"round": answer.round, "model": answer.model, "personalization": answer.personalization,
                        "graph": answer.graph,
-                       **({} if answer.threshold is None else {"threshold": answer.threshold})},
+                       **({} if answer.threshold is None else {"threshold": answer.threshold}),
+                       **({} if calibration_error is None else {"calibration_error": calibration_error})},
         "outputs": outputs,
     })
     if not any("parameters" in output for output in outputs):

@@ -66,6 +66,16 @@ class ServedModel:
                      spec=spec, values=values, labels=labels,
                      scores=isinstance(served.graph.layout.task, Anomaly))
 
+    def held_back(self) -> Mapping[str, Any]:
+        try:
+            found = self._service.held_back()
+        except FleetError:  # the recording cannot be read; the model answers without it
+            return {}
+        return {} if found is None else {"samples": found.samples, **found.figures}
+
+    def calibration_error(self) -> float | None:
+        return self._service.calibration_error
+
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)
 
@@ -89,13 +99,14 @@ class ServedModel:
     def unlabelled_sample(self, name: str) -> np.ndarray[Any, Any]:
         return self._device().sample(name)
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
         device = self._device()
         device.label(name, label, new_class=new)
+        labelled = {"id": name, "label" if isinstance(label, str) else "target": label}
         try:
-            return {"id": name, "label": label, "personalization": device.personalize()}
+            return {**labelled, "personalization": device.personalize()}
         except FleetError as error:
-            return {"id": name, "label": label, "counts_later": str(error).splitlines()[0]}
+            return {**labelled, "counts_later": str(error).splitlines()[0]}
 
 
 def outputs_of(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:

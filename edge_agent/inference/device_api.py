@@ -22,6 +22,7 @@ from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.prepare import prepared
 from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.regression import Regression
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -104,6 +105,12 @@ class Device:
     def classes(self) -> tuple[str, ...]:
         """The fleet's classes, then this device's own. Raises DataError, StateError if the samples cannot be read."""
         return self._service.local().names()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the numbers that the fleet predicts; empty for classes."""
+        task = self._service.layout.task
+        return task.outputs if isinstance(task, Regression) else ()
 
     def add(
         self, x: ArrayLike, label: str | float | Sequence[float] | Sequence[str] | None = None,

@@ -67,6 +67,9 @@ def plan_of(
             f"int8 needs a personalizer that embeds samples, and this one is {plan.kind}",
             expected="one of " + ", ".join(ON_SHARED_ENCODER), hint="leave out int8 (at the command line: --fp32)",
         )  # fmt: skip
+    if choice.frequent and plan.kind not in ("proto", "auto"):
+        raise ConfigError(f"frequent is a setting of class means, and this personalizer is {plan.kind}",
+                          expected="proto", hint="leave out frequent, or set by = \"proto\"")
     return replace(plan, int8=choice.int8)
 
 
@@ -110,7 +113,7 @@ def _of_choice(
         return Plan("head", "head", steps=choice.steps or HEAD_STEPS)
     if choice.by == "knn":
         return _knn(method, hyper)
-    return Plan(choice.by, choice.by, distance=getattr(hyper, "distance", "squared"))
+    return Plan(choice.by, choice.by, distance=getattr(hyper, "distance", "squared"), frequent=choice.frequent)
 
 
 def _candidates(method: Method, hyper: Any, graph: Graph) -> tuple[Plan, ...]:
@@ -128,7 +131,7 @@ def _of_method(
 ) -> Plan:
     if method.personalizer == "proto":
         _refuse_steps_and_rate(choice)
-        return Plan("proto", "proto", distance=hyper.distance)
+        return Plan("proto", "proto", distance=hyper.distance, frequent=choice.frequent)
     if method.personalizer == "gp":
         _refuse_steps_and_rate(choice)
         return Plan("gp", "gp", gaussian=gaussian_of(hyper))

@@ -372,6 +372,11 @@ class Service:
         """The baseline without the fleet on the held-back samples; None if it cannot be computed."""
         return self._evaluator.baseline(self.local())
 
+    @property
+    def calibration_error(self) -> float | None:
+        """That of the model that answers, as ``Evaluator.calibration_error``."""
+        return None if self.answering is None else self._evaluator.calibration_error(self.answering.predictor)
+
     def held_back(self) -> HeldBack | None:
         """How the model that answers does on the held-back samples; None if nothing answers or nothing is held back."""
         return None if self.answering is None else self._evaluator.held_back(self.answering.predictor, self.local())

@@ -72,6 +72,11 @@ class Samples:
         """Names of the clients, sorted; empty when the samples name none."""
         return () if self.client is None else tuple(str(name) for name in np.unique(self.client))
 
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """int64 [N]: what a random division keeps in proportion, the labels; 0 for targets."""
+        return np.zeros(len(self), np.int64) if self.outputs else self.y
+
     def take(self, indices: NDArray[np.integer[Any]] | NDArray[np.bool_] | Sequence[int]) -> Samples:
         """The rows at ``indices`` (positions or a mask of N), in that order."""
         rows = np.asarray(indices)

@@ -61,8 +61,10 @@ class FineTune(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Proto(Episodic):
-    """distance: between representations; ``squared`` (Acar, Snell) or ``norm`` (Lim)."""
+    """distance: between representations; ``squared`` (Acar, Snell) or ``norm`` (Lim). draws: also ``balanced``, at
+    random, as many samples of each of the device's classes, as far as it has them."""
 
+    draws: str = one_of("random", ("random", "pass", "balanced"))
     distance: str = one_of("squared", DISTANCES)
 
 
