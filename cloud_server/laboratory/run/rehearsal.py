@@ -35,6 +35,7 @@ from fleet_core.data.partitions import Share
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
 from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.tasks.anomaly import Anomaly
 from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.regression import Regression
 
@@ -51,7 +52,7 @@ def rehearsed(asked: Asked, flops: float, own: Workload | None = None) -> Rehear
     """Sizes from rounds 2 to ``ROUNDS`` of ``DEVICES`` devices. flops: of one device and round. own: the samples and
     devices of an experiment, or of a file; without them samples are generated. Raises ConfigError if it would take
     long, and FleetError."""
-    if isinstance(asked.layout.task, MultiLabel):
+    if isinstance(asked.layout.task, (MultiLabel, Anomaly)):
         raise ConfigError(f"a rehearsal knows classes and numbers, not {asked.layout.task.kind}")
     if not asked.moving.everything:
         raise ConfigError("some arrays are frozen")

@@ -36,7 +36,7 @@ FULL = Figures(
     traffic=Traffic(10, 20, 30, 40, {"model_down": 5, "graph_down": 1, "update_up": 3}, 2, 1.5),
     usage=ProcessUsage(2.5, 80.0), energy=(Energy("train", 4.5, "ina219", True), Energy("radio", 0.5, "wifi", False)),
     flops=1e9, round=3, served_round=2, accuracy={"before": 0.5, "after": 0.75},
-    measures={"after": {"mae": {"load": 0.25}, "f1": {"rain": 0.5}}},
+    measures={"after": {"mae": {"load": 0.25}, "f1": {"rain": 0.5}, "alarms": {"quiet": 0.01}}},
     answered=7, last_answer_s=1.7e9,
 )
 """The figures of an agent that has measured everything."""
@@ -110,6 +110,7 @@ def test_every_figure_has_its_base_unit_and_its_labels() -> None:
         ("train", "measured: ina219"): 4.5, ("radio", "modelled: wifi"): 0.5}
     assert values(found["metafleet_agent_mean_absolute_error"], "stage", "output") == {("after", "load"): 0.25}
     assert values(found["metafleet_agent_label_f1_ratio"], "stage", "output") == {("after", "rain"): 0.5}
+    assert values(found["metafleet_agent_alarms_ratio"], "stage", "output") == {("after", "quiet"): 0.01}
     assert values(found["metafleet_agent_peak_memory_bytes"]) == {(): 80 * (1 << 20)}
     assert values(found["metafleet_agent_last_answer_timestamp_seconds"]) == {(): 1.7e9}
 
