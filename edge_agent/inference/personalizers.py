@@ -16,6 +16,7 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import Personalize
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization.gradient_steps import Steps, steps_of, trains
+from fleet_core.tasks.anomaly import Anomaly
 from fleet_core.tasks.regression import Regression
 
 ON_SHARED_ENCODER = ("proto", "head", "knn")
@@ -107,7 +108,7 @@ def _of_choice(
     _refuse_steps_and_rate(choice)
     if choice.by == "auto":
         return Plan("auto", "auto", candidates=_candidates(method, hyper, graph))
-    if choice.by == "head" and isinstance(graph.layout.task, Regression) and choice.steps is not None:
+    if choice.by == "head" and isinstance(graph.layout.task, (Regression, Anomaly)) and choice.steps is not None:
         raise ConfigError("a head of numbers is fitted in closed form, without steps", hint="leave out the steps")
     if choice.by == "head":
         return Plan("head", "head", steps=choice.steps or HEAD_STEPS)
