@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
+from fleet_core.tasks.regression import MEASURE
 from fleet_core.tasks.task import head_of, text_of, whole_text
 
 SHARE: dict[str, Any] = {"min": 0, "max": 1}
 AMOUNT: dict[str, Any] = {"min": 0}
+ERROR = f"{MEASURE} in deviations"
+"""The one error of all outputs by which models that predict numbers are compared (``Regression.distance``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

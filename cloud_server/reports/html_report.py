@@ -34,7 +34,7 @@ from cloud_server.results import result as results
 from cloud_server.results.result import Personalization, Pooled, Result, RoundFigures
 from cloud_server.results.verdict import compared
 from fleet_core.power.meter import WORKING
-from fleet_core.tasks import labels, regression
+from fleet_core.tasks import anomaly, labels, regression
 from fleet_core.tasks.task import OVERALL
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
@@ -47,6 +47,9 @@ ABOUT = {
     "variance that the answers explain, 1 at best.",
     labels.KIND: "F1 of each label, where some sample carries it or some answer names it; micro: of the counts of all "
     "labels together; macro: the mean over labels; exact match: the share of samples with all labels right.",
+    anomaly.KIND: "Alarms: the share of samples above the device's own threshold, false alarms if they are quiet; the "
+    "score is the mean squared difference from the model's repetition; AUROC: the chance that an anomaly has a higher "
+    "score than a quiet sample of its device.",
 }
 """What the measures of a task are."""
 UNPRICED = Pricing()
@@ -196,12 +199,19 @@ def _task(run: Result) -> str:
 
 def _heads(kinds: Collection[str]) -> tuple[str, ...]:
     """Of the cells of ``_measures``."""
+    if anomaly.KIND in kinds:
+        return "samples", "alarms", "mean score", "AUROC"
     return ("of", "micro-F1", "macro-F1", "exact match", "F1") if labels.KIND in kinds else ("output", "MAE", "R²")
 
 
 def _measures(score: TaskScore) -> Iterator[tuple[str, ...]]:
     """The cells of each output, and of labels first those of all together."""
     of = score.measures
+    if score.task == anomaly.KIND:
+        auroc = share_text(of.get("auroc", {}).get("all"))
+        for name, share in of.get("alarms", {}).items():
+            yield name, f"{share:.4f}", f"{of['score'][name]:.4g}", auroc if name == anomaly.ANOMALY else ABSENT
+        return
     if score.task != labels.KIND:
         for output, mae in of.get("mae", {}).items():
             yield output, f"{mae:.4g}", share_text(of.get("r2", {}).get(output))

@@ -33,7 +33,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
 from cloud_server.reports import array_tables, codec_tables, cost_tables
-from cloud_server.results.result import Result, RoundFigures, Sums, round_figures, task_score
+from cloud_server.results.result import Result, RoundFigures, Sums, latest_of_task, round_figures, task_score
 from fleet_core.power.meter import WORKING
 
 SHOWN_DEVICES = 20
@@ -69,12 +69,12 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
     """Reads all devices and the rounds of ``_rounds``. This is slow: at most once a second."""
     volume, joules = ledger.volume("device"), ledger.joules("device")
     accuracy = {row.device: row.accuracy for row in ledger.each(Evaluation, stage="after")}
-    predicted = {row.device: row for row in ledger.each(TaskEvaluation, stage="after")}
+    predicted = {name: stages.get("after", stages.get("before")) for name, stages in latest_of_task(ledger).items()}
     devices = tuple(
         DeviceLine(
             name=d.name, phase=phase_of(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,
             payload=volume[d.name].payload if d.name in volume else None,
-            task=task_score([predicted[d.name]] if d.name in predicted else []),
+            task=task_score([row] if (row := predicted.get(d.name)) is not None else []),
         )
         for d in ledger.devices()
         if d.status == "enrolled"
@@ -90,7 +90,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
 def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
     """The closed rounds after ``after``, the recent ones for the pace, and the last evaluated one."""
     last = ledger.newest(tables.Round, status="closed")
-    newest = [ledger.newest(kind, stage="after", new=False) for kind in (Evaluation, TaskEvaluation)]
+    newest = [ledger.newest(Evaluation, stage="after", new=False), ledger.newest(TaskEvaluation, new=False)]
     evaluated = max((number for number in newest if number is not None), default=None)
     if last is None:
         return ()

@@ -25,6 +25,7 @@ from fleet_core.board.device_settings import Personalize, Settings, settings_of
 from fleet_core.data import samples, unlabelled
 from fleet_core.protocol.device_messages import Answer
 from fleet_core.tasks import labels as labels_table
+from fleet_core.tasks.anomaly import NO_THRESHOLD, QUIET, Anomaly
 from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.task import Task
 
@@ -180,6 +181,11 @@ def predict(inputs: Path, home: Path, as_json: bool) -> None:
         found = labels_table.rows(answer.outputs, answer.label_sets, answer.probabilities)
         terminal.table(found, ("sample", "labels", "probabilities"))
         return _say_model(answer)
+    if answer.alarms:
+        terminal.table(answer.scored, ("sample", "score", "threshold", "alarm"))
+        return _say_model(answer)
+    if isinstance(layout.task, Anomaly):
+        processes.say(NO_THRESHOLD)
     if answer.outputs:
         numbers = [(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)]
         terminal.table(numbers, ("sample", *answer.outputs))
@@ -234,6 +240,8 @@ def add(
     service = service_of(home, settings)
     service.known_classes()
     task = service.layout.task
+    if isinstance(task, Anomaly):
+        return _add_quiet(file, label or QUIET, service, settings.data.stride)
     if task is not None and label is None:
         return _add_targets(file, _truths(target, labels, service, task), service, task, settings.data.stride)
     if label is None or target is not None or labels is not None:
@@ -247,6 +255,17 @@ def add(
     print(f"{len(x)} samples of class {label} added, {total} added by now")
 
 
+def _add_quiet(file: Path, label: str, service: Service, stride: int | None) -> None:
+    """Adds samples of a fleet that detects anomalies. label: of all of them."""
+    from edge_agent.inference import relearn
+
+    relearn.check_labels(service, [label], new=False)
+    x = unlabelled.load(file, service.layout.sample, stride=stride, say=processes.say)
+    with service.slots.writing():
+        total = service.local().add(x, [label] * len(x))
+    print(f"{len(x)} samples of {label} added, {total} added by now")
+
+
 def _truths(target: str | None, labels: str | None, service: Service, task: Task) -> np.ndarray[Any, Any] | None:
     """The targets or labels [K] of all samples; None: the file has them for each. Raises ConfigError."""
     from edge_agent.inference import relearn
@@ -257,7 +276,7 @@ def _truths(target: str | None, labels: str | None, service: Service, task: Task
         return None if labels is None else relearn.checked_label_set(service, list(filter(None, labels.split(","))))
     if labels is not None:
         raise ConfigError("this fleet predicts numbers, not labels", expected="--target NUMBER,…")
-    return None if target is None else _numbers(target, service)
+    return None if target is None else relearn.checked_targets(service, np.array(numbers(target)))
 
 
 def _add_targets(
@@ -286,15 +305,12 @@ def _named(truths: np.ndarray[Any, Any] | None, task: MultiLabel) -> str:
     return ", ".join(task.chosen(truths.tolist())) or "none of the labels"
 
 
-def _numbers(target: str, service: Service) -> np.ndarray[Any, Any]:
-    """[K]. Raises ConfigError unless ``target`` is a finite number for each output."""
-    from edge_agent.inference import relearn
-
+def numbers(target: str) -> list[float]:
+    """The numbers of ``1.5,20``. Raises ConfigError."""
     try:
-        found = np.array([float(part) for part in target.split(",")])
+        return [float(part) for part in target.split(",")]
     except ValueError as error:
         raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
-    return relearn.checked_targets(service, found)
 
 
 def list_samples(home: Path, as_json: bool) -> None:
@@ -303,7 +319,7 @@ def list_samples(home: Path, as_json: bool) -> None:
     service.known_classes()
     counts = service.local().counts(processes.say)
     task = service.layout.task
-    of = "class" if task is None else "label" if isinstance(task, MultiLabel) else ""
+    of = "label" if isinstance(task, MultiLabel) else "class" if service.local().labels else ""
     begin = 0 if of else 1  # samples with targets have neither
     names, rows = (of, "recorded", "held_back", "added")[begin:], [row[begin:] for row in counts]
     if as_json:

@@ -6,14 +6,15 @@ are no sockets here.
 One model, named as the fleet; its version is the round of the served model. One input ``x``, raw samples. Outputs:
 ``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
 classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], and one with several labels has
-``probabilities`` FP32 [n, K]; their names are in the metadata. An answer's parameters name its round, model and
+``probabilities`` FP32 [n, K]; their names are in the metadata. A fleet that detects anomalies has ``score`` FP32 [n]
+and ``alarm`` BOOL [n]. An answer's parameters name its round, model and
 personalization.
 
 Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, or ``target``
 FP32 [n, K] or ``labels`` UINT8 [n, K], and personalizes at once. A label that is no class is refused, unless the
 request's parameter ``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label,
 ``GET /v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
-``label``.
+``label``, or its ``target``, a list of numbers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fleet_core.base.errors import ConfigError, DataError, FleetError, MessageEr
 from fleet_core.link.host_names import is_ours
 from fleet_core.model.layout import InputSpec
 from fleet_core.protocol.device_messages import Answer
+from fleet_core.tasks.anomaly import NO_THRESHOLD
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +55,7 @@ class Facts:
     """The model that answers now. shape, dtype: of one raw sample. unknown: whether unknown classes are detected.
     graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples. spec: of the
     model's input, if other shapes are taken too. values: names of the numbers of a fleet that predicts numbers. labels:
-    names of the labels of a fleet with several."""
+    names of the labels of a fleet with several. scores: the fleet detects anomalies."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -65,6 +67,7 @@ class Facts:
     spec: InputSpec | None = None
     values: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    scores: bool = False
 
     @property
     def truth(self) -> dict[str, Form]:
@@ -76,6 +79,8 @@ class Facts:
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
         """What the numbers of the first output are."""
+        if self.scores:
+            return {}
         return {"labels": self.labels} if self.labels else {"values": self.values} if self.values else {
             "classes": self.classes}
 
@@ -101,8 +106,8 @@ class Model(typing.Protocol):
     def unlabelled_sample(self, name: str) -> Array:
         """[*shape]. Raises FleetError."""
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
-        """Labels the unlabelled sample of this id. new: as in ``learn``. Raises FleetError."""
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
+        """Labels the unlabelled sample of this id. label: or targets [K]. new: as in ``learn``. Raises FleetError."""
 
 
 @dataclass(frozen=True)
@@ -194,18 +199,12 @@ class InferenceProtocol:
     def _model_metadata(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        (of, names), = facts.names.items()
-        outputs = [{"name": "values" if of == "values" else "probabilities", "datatype": "FP32",
-                    "shape": [-1, len(names)]}]
-        if of == "classes":
-            outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
-            outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
         any_size = facts.spec is not None and facts.spec.fit != "refuse"
         shape = [facts.shape[0], -1, -1] if any_size else facts.shape
         x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
-            "outputs": outputs, **facts.names, "graph": facts.graph,
+            "outputs": _described(facts), **facts.names, "graph": facts.graph,
         })
 
     def _facts(self) -> Facts:
@@ -226,6 +225,8 @@ class InferenceProtocol:
         parsed = self._parse(request, {"x": _form(facts)})
         answer = self._model.answer(parsed.x)
         self._check_version(version, answer.round)
+        if facts.scores and answer.threshold is None:
+            raise Refused(503, NO_THRESHOLD)
         return _response(parsed, answer, self._model.name)
 
     def _samples(self, request: Request, version: str | None) -> Response:
@@ -246,19 +247,43 @@ class InferenceProtocol:
                         "data": x.ravel().tolist()})
 
     def _label(self, request: Request, version: str | None) -> Response:
-        self._check_version(version, self._facts().round)
+        facts = self._facts()
+        self._check_version(version, facts.round)
         with self._reading:
             body, _ = _split(request)
-        for key in ("id", "label"):
+        for key in ("id",) if facts.values else ("id", "label"):
             if not isinstance(body.get(key), str):
                 raise MessageError(f"'{key}' is {tensors.shown(body.get(key))}", expected="text")
         where = "the request's parameters"
         new = tensors.flag(tensors.parameters_of(body, where), "new_classes", False, where)
-        return as_json(self._model.label(body["id"], body["label"], new=new))
+        label = _target(body.get("target"), facts.values) if facts.values else body["label"]
+        return as_json(self._model.label(body["id"], label, new=new))
 
     def _parse(self, request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
         with self._reading:
             return parse_request(request, forms)
+
+
+def _described(facts: Facts) -> list[dict[str, Any]]:
+    """The outputs in the model's metadata."""
+    if facts.scores:
+        return [{"name": "score", "datatype": "FP32", "shape": [-1]},
+                {"name": "alarm", "datatype": "BOOL", "shape": [-1]}]
+    (of, names), = facts.names.items()
+    outputs = [{"name": "values" if of == "values" else "probabilities", "datatype": "FP32", "shape": [-1, len(names)]}]
+    if of == "classes":
+        outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
+        outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
+    return outputs
+
+
+def _target(given: Any, outputs: Sequence[str]) -> list[float]:
+    """A sample's targets. Raises MessageError."""
+    numbers = given if isinstance(given, list) else []
+    if len(numbers) != len(outputs) or not all(type(one) in (int, float) for one in numbers):
+        raise MessageError(f"'target' is {tensors.shown(given)}",
+                           expected=f"a list with a number for each of {', '.join(outputs[:20])}")
+    return numbers
 
 
 def _form(facts: Facts) -> Form:
@@ -326,14 +351,21 @@ def _outputs(outputs: Any, as_binary: bool) -> Iterator[tuple[str, bool]]:
 # Responses ------------------------------------------------------------------------------------------------------------
 
 
-def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
+def _available(answer: Answer) -> dict[str, tuple[str, Sequence[int], Sequence[Any]]]:
+    """Output -> type, shape and values."""
     n, rows = answer.samples, answer.values or answer.probabilities
+    if answer.threshold is not None:
+        return {"score": ("FP32", (n,), [row[0] for row in rows]), "alarm": ("BOOL", (n,), answer.alarms)}
     numbers = "FP32", (n, len(rows[0])), list(chain.from_iterable(rows))
-    available: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {"values": numbers} if answer.values else {
+    return {"values": numbers} if answer.values else {
         "probabilities": numbers,
         **({} if answer.label_sets else {"label": ("BYTES", (n,), answer.labels)}),
         **({"unknown": ("BOOL", (n,), answer.unknown)} if answer.unknown else {}),
     }
+
+
+def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
+    available = _available(answer)
     outputs, tails = [], []
     for output, binary in (request.outputs or dict.fromkeys(available, request.binary)).items():
         if output not in available:
@@ -345,7 +377,8 @@ def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
         "model_name": name, "model_version": str(answer.round),
         **({} if request.id is None else {"id": request.id}),
         "parameters": {"round": answer.round, "model": answer.model, "personalization": answer.personalization,
-                       "graph": answer.graph},
+                       "graph": answer.graph,
+                       **({} if answer.threshold is None else {"threshold": answer.threshold})},
         "outputs": outputs,
     })
     if not any("parameters" in output for output in outputs):

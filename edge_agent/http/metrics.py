@@ -73,6 +73,7 @@ def _families(one: Figures) -> Iterator[tuple[str, str, str, Iterable[Sample]]]:
            [({"stage": stage}, value) for stage, value in (one.accuracy or {}).items()])
     for name, about, measure in (
         ("metafleet_agent_mean_absolute_error", "On the device's own test samples, in the output's unit.", "mae"),
+        ("metafleet_agent_alarms_ratio", "Share of the device's own test samples that raise an alarm.", "alarms"),
         ("metafleet_agent_label_f1_ratio", "F1 of each label on the device's own test samples.", "f1"),
     ):
         yield (name, "gauge", about,

@@ -22,6 +22,7 @@ from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.prepare import prepared
 from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.regression import Regression
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -38,7 +39,8 @@ class Answer:
     label: the most probable class. probabilities: class or label -> probability. labels: of a fleet with several
     labels: those of the sample; label is then empty. values: of a fleet that predicts numbers: output -> number in the
     user's unit; label and probabilities are then empty. unknown: whether the sample is far from
-    everything that the device knows; None if the device does not detect this. round: of the served model.
+    everything that the device knows; None if the device does not detect this. alarm, threshold: of a fleet that detects
+    anomalies, whose value is the score; None if no quiet sample is held back. round: of the served model.
     personalization: the personalizer.
     """
 
@@ -49,6 +51,8 @@ class Answer:
     personalization: str
     values: Mapping[str, float] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
+    alarm: bool | None = None
+    threshold: float | None = None
 
     @property
     def certainty(self) -> float:
@@ -101,6 +105,12 @@ class Device:
     def classes(self) -> tuple[str, ...]:
         """The fleet's classes, then this device's own. Raises DataError, StateError if the samples cannot be read."""
         return self._service.local().names()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the numbers that the fleet predicts; empty for classes."""
+        task = self._service.layout.task
+        return task.outputs if isinstance(task, Regression) else ()
 
     def add(
         self, x: ArrayLike, label: str | float | Sequence[float] | Sequence[str] | None = None,
@@ -203,6 +213,10 @@ class Device:
                        labels=labels)
                 for labels, row in zip(answer.label_sets, answer.probabilities, strict=True)
             ]
+        if answer.alarms:
+            return [Answer("", {}, None, answer.round, answer.personalization,
+                           dict(zip(answer.outputs, row, strict=True)), alarm=alarm, threshold=answer.threshold)
+                    for row, alarm in zip(answer.values, answer.alarms, strict=True)]
         if answer.outputs:
             return [Answer("", {}, None, answer.round, answer.personalization,
                            dict(zip(answer.outputs, row, strict=True))) for row in answer.values]

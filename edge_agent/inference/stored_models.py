@@ -66,10 +66,11 @@ class Answering:
         return self.predictor.unknown_detector is not None
 
     def answer(
-        self, x: np.ndarray[Any, Any], see: Callable[[Reference, np.ndarray[Any, Any]], None] | None = None
+        self, x: np.ndarray[Any, Any], see: Callable[[Reference, np.ndarray[Any, Any]], None] | None = None,
+        threshold: float | None = None,
     ) -> Answer:
         """Labels and probabilities, or numbers, of raw samples [n, *shape]. see: called with the reference and the
-        embedded samples. Raises DataError, StateError."""
+        embedded samples. threshold: of scores of anomalies. Raises DataError, StateError."""
         out, z = self.predictor.outputs(x)
         probabilities, unknown = self.predictor.of_outputs(out, z)
         task = self.layout.task
@@ -83,6 +84,8 @@ class Answering:
             return Answer(
                 outputs=task.outputs,
                 values=tuple(tuple(float(f"{number:.7g}") for number in row) for row in probabilities),
+                threshold=threshold,
+                alarms=() if threshold is None else tuple(map(bool, probabilities[:, 0] > threshold)),
                 round=self.round, model=self.model, personalization=self.how, graph=self.graph,
             )
         if see is not None and self.reference is not None:

@@ -99,11 +99,14 @@ class Evaluator:
     def evaluations(self, stages: Mapping[str, Predictor | None], method: str, data: LocalData) -> list[Evaluation]:
         """The evaluation of each stage that has a predictor; empty if nothing is held back."""
         counts = {s: None if predictor is None else self.counts(predictor, data) for s, predictor in stages.items()}
-        return [_evaluation(stage, method, found) for stage, found in counts.items() if found is not None]
+        return [_evaluation(stage, method, found) for stage, found in counts.items()
+                if found is not None and not (isinstance(found, Measured) and not found.samples)]
 
     def held_back(self, predictor: Predictor, data: LocalData) -> HeldBack | None:
         """None if nothing is held back."""
         counts = self.counts(predictor, data)
+        if isinstance(counts, Measured) and not counts.samples:
+            return None
         if isinstance(counts, Measured) and data.task is not None:
             head = head_of(data.task.kind)
             return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance)
@@ -111,6 +114,11 @@ class Evaluator:
             return None
         accuracy = float(np.trace(counts) / counts.sum())
         return HeldBack(int(counts.sum()), {"accuracy": accuracy}, "accuracy", f"{accuracy:.3f}", 1 - accuracy)
+
+    def threshold(self, predictor: Predictor, data: LocalData) -> float | None:
+        """The score above which a sample is an anomaly; None if no quiet sample is held back."""
+        counts = self.counts(predictor, data)
+        return counts.threshold if isinstance(counts, Measured) else None
 
     def why_worse(self, new: Predictor, before: Predictor, data: LocalData, worse_by: float) -> str:
         """How both answer if ``new`` loses more than ``worse_by`` to ``before``; else empty."""

@@ -22,6 +22,7 @@ from fleet_core.data import model_input
 from fleet_core.data.prepare import prepared
 from fleet_core.data.shaping import sound
 from fleet_core.model.layout import InputSpec
+from fleet_core.tasks import anomaly
 
 if TYPE_CHECKING:
     from fleet_core.data.readers import Raw
@@ -71,6 +72,11 @@ class Samples:
         """Names of the clients, sorted; empty when the samples name none."""
         return () if self.client is None else tuple(str(name) for name in np.unique(self.client))
 
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """int64 [N]: what a random division keeps in proportion, the labels; 0 for targets."""
+        return np.zeros(len(self), np.int64) if self.outputs else self.y
+
     def take(self, indices: NDArray[np.integer[Any]] | NDArray[np.bool_] | Sequence[int]) -> Samples:
         """The rows at ``indices`` (positions or a mask of N), in that order."""
         rows = np.asarray(indices)
@@ -100,7 +106,7 @@ def load(
     path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, shape: Sequence[int] | None = None,
     window: int | None = None, stride: int | None = None, size: tuple[int, int] | None = None, fit: str = "refuse",
     sound_hz: int = 0, seconds: float | None = None, limit_bytes: int = LIMIT_BYTES,
-    outputs: Sequence[str] | None = None, labels: bool = False,
+    outputs: Sequence[str] | None = None, labels: bool = False, normal: Sequence[str] | None = None,
 ) -> Samples:  # fmt: skip
     """Loads samples from a .npz, .csv or .ndjson file, or a folder of images or of sound.
 
@@ -121,6 +127,8 @@ def load(
     outputs: names of the numbers to predict, which are columns of a table, and of y in a .npz; empty for the file's own
         names. None for samples with classes.
     labels: the outputs are labels, 0 or 1 for each sample, which carries any number of them.
+    normal: for a fleet that detects anomalies, the labels of quiet samples. The samples then have the classes of
+        ``anomaly.LABELS``; without labels all of them are quiet.
 
     Raises DataError that names file, array and row.
     """
@@ -130,11 +138,16 @@ def load(
         raise DataError("a stride without a window", where=str(path), hint="give the number of readings in a window")
     cut = readers.Cut(None if shape is None else tuple(shape), window, stride, size, fit, sound_hz,
                       seconds or readers.SECONDS, None if outputs is None else tuple(outputs), labels)
-    raw = readers.read(path, limit_bytes, cut, expected=FORMS)
+    labelled = normal is None or readers.has_labels(path)
+    raw = readers.read(path, limit_bytes, cut, expected=FORMS, labelled=labelled)
     wanted = (sound.BANDS, cut.frames(sound_hz)) if sound_hz else cut.image(raw.x.shape[1] if raw.x.ndim == 4 else 0)
     if wanted is not None:
         raw = replace(raw, x=prepared(raw.x, InputSpec(wanted, fit=fit, sound_hz=sound_hz), str(path)))
-    found = checked(raw, str(path), classes, dtype, cut.outputs, labels=labels)
+    if normal is not None and not labelled:
+        raw = replace(raw, y=np.zeros(len(raw.x), np.int64), classes=np.array(anomaly.LABELS))
+    found = checked(raw, str(path), classes, dtype or (None if normal is None else "float32"), cut.outputs,
+                    labels=labels)
+    found = found if normal is None else _quiet(found, normal)
     if shape is not None:
         model_input.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
     return found
@@ -215,6 +228,13 @@ def checked(
     y, names = _labels(raw, where, None if classes is None else tuple(classes))
     x = _converted(x, dtype, int(y.max()) + 1 if names is None else len(names))
     return Samples(x, y, _clients(raw, where), _times(raw, where), names, raw.notes)
+
+
+def _quiet(found: Samples, normal: Sequence[str]) -> Samples:
+    """Labelled samples with the classes of ``anomaly.LABELS``. normal: as in ``load``."""
+    names = found.classes or tuple(map(str, range(int(found.y.max()) + 1)))
+    wrong = np.array([name not in (*normal, anomaly.QUIET) for name in names], np.int64)
+    return replace(found, y=wrong[found.y], classes=anomaly.LABELS)
 
 
 def _targets(

@@ -48,7 +48,6 @@ from fleet_core.learning.gradients import (
     value_and_gradient,
 )
 from fleet_core.learning.models import Network, outputs
-from fleet_core.tasks.task import Task
 
 PADDED = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto", "joint",
@@ -136,7 +135,7 @@ class Estimators:
 
     @property
     def _of_head(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return losses.known_cross_entropy if self._clients and not _task(self._network) else _loss_of(self._network)
+        return _loss_of(self._network, padded=self._clients)
 
     def _both(self, e: Episode) -> tuple[Loss, Loss]:
         return self._entropy(e.support_x, e.support_y), self._entropy(e.query_x, e.query_y)
@@ -257,10 +256,9 @@ def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
     return lambda w: loss(outputs(network, w, x, "predict"), y)
 
 
-def _task(network: nn.Module) -> Task | None:
-    return network.task if isinstance(network, Network) else None
-
-
-def _loss_of(network: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    task = _task(network)
-    return losses.cross_entropy if task is None else losses.of_task(task)
+def _loss_of(network: nn.Module, *, padded: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """padded: leaves out samples of ``NO_CLASS``, or whose targets are NaN."""
+    task = network.task if isinstance(network, Network) else None
+    if task is None:
+        return losses.known_cross_entropy if padded else losses.cross_entropy
+    return (losses.known_of_task if padded else losses.of_task)(task)

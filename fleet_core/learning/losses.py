@@ -41,7 +41,12 @@ def known_cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
 
 def of_task(task: Task) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of a task: (answers [N, K], what ``Layout.truths`` gives [N, K]) -> the mean of ``of_outputs`` over
-    samples and outputs. Truths that are NaN are left out; 0 when all are."""
+    samples and outputs."""
+    return lambda answers_NK, y_NK: of_outputs(task, answers_NK, y_NK).mean()
+
+
+def known_of_task(task: Task) -> Callable[[Tensor, Tensor], Tensor]:
+    """``of_task`` over the truths that are not NaN; 0 when all are."""
 
     def loss(answers_NK: Tensor, y_NK: Tensor) -> Tensor:
         known_NK = ~torch.isnan(y_NK)
@@ -53,15 +58,13 @@ def of_task(task: Task) -> Callable[[Tensor, Tensor], Tensor]:
 
 def of_outputs(task: Task, answers_NK: Tensor, y_NK: Tensor) -> Tensor:
     """The loss of each output [N, K]: of labels the binary cross-entropy of a logit; of numbers e²/2, or Huber's
-    function, which is |e| − 1/2 beyond 1 ("Robust Estimation of a Location Parameter", 1964)."""
+    function, which is |e| − 1/2 beyond 1 ("Robust Estimation of a Location Parameter", 1964), without a condition, so
+    that graphs of its second derivative take any number of samples."""
     if isinstance(task, MultiLabel):
         return functional.softplus(answers_NK) - answers_NK * y_NK
     error_NK = answers_NK - y_NK
-    loss_NK = error_NK.square() / 2
-    if task.loss == "squared":
-        return loss_NK
-    far_NK = error_NK.abs()
-    return torch.where(far_NK <= 1, loss_NK, far_NK - 0.5)
+    near_NK = error_NK if task.loss == "squared" else error_NK.clamp(-1, 1)
+    return near_NK * (error_NK - near_NK / 2)
 
 
 def _over_chosen(log_NK: Tensor, chosen_NK: Tensor) -> Tensor:

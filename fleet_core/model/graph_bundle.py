@@ -170,6 +170,11 @@ def golden_truths(layout: Layout, number: int, start: int = 0) -> np.ndarray[Any
     return np.asarray(wave > 0 if isinstance(layout.task, MultiLabel) else wave, np.float32)
 
 
+def truths_form(layout: Layout, number: int) -> tuple[tuple[int, ...], str]:
+    """Shape and type of ``golden_truths``."""
+    return ((number,), "int64") if layout.task is None else ((number, len(layout.answers)), "float32")
+
+
 def first_weights(arrays: Mapping[str, Any], layout: Layout) -> Params:
     """The initial values that stay on a device, whole groups of the model, from a container's arrays. Raises
     BundleError."""
@@ -237,7 +242,7 @@ def _check_golden(golden: Mapping[str, np.ndarray[Any, Any]], layout: Layout) ->
         "x": ((number, *layout.input.shape), layout.input.dtype),
         "embed": ((number, layout.embedding), "float32"),
         "predict": ((number, width), "float32"),
-        "y": ((number,), "int64") if layout.task is None else ((number, width), "float32"),
+        "y": truths_form(layout, number),
         "adapt": ((len(GOLDEN_STEPS), number, width), "float32"),
     })
 

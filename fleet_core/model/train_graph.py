@@ -12,7 +12,8 @@ Parameters are inputs ``group/name``, so one session takes every step. Further i
 | fedproto | ``x`` ``y`` ``total`` ``count`` | ``loss`` |
 
 and ``gradient/group/name`` for each parameter. Samples are raw [N, *shape], labels int64 [N] for any N; ``classes`` is
-int64 [K], of which only the length counts: one graph serves any number of classes and of samples of each. The graph
+int64 [K], of which only the length counts: one graph serves any number of classes and of samples of each. If the layout
+has a task, ``entropy`` is the loss of the task, and ``y`` standardized targets float32 [N, outputs]. The graph
 ``product`` takes a direction ``along/group/name`` beside the inputs of the entropy, and has the outputs
 ``product/group/name``, the Hessian times the direction.
 
@@ -33,7 +34,7 @@ import numpy as np
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import BundleError, StateError
 from fleet_core.base.trees import Params
-from fleet_core.model.graph_bundle import MAX_BYTES, check_golden, first_weights, graph_bytes
+from fleet_core.model.graph_bundle import MAX_BYTES, check_golden, first_weights, graph_bytes, truths_form
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 Array = np.ndarray[Any, Any]
@@ -192,9 +193,9 @@ def _check_golden(graph: TrainGraph) -> None:
     x, spec = graph.golden["x"], graph.layout.input
     number = len(x) if x.ndim else 0
     check_golden(graph.golden, number, {
-        "x": ((number, *spec.shape), spec.dtype), "y": ((number,), "int64"),
+        "x": ((number, *spec.shape), spec.dtype), "y": truths_form(graph.layout, number),
         **{kind: ((len(graph.outputs(kind)), 2), "float64") for kind in graph.graphs},
     })
     y = graph.golden["y"]
-    if y.min() < 0 or y.max() >= len(graph.layout.classes):
+    if graph.layout.task is None and (y.min() < 0 or y.max() >= len(graph.layout.classes)):
         raise BundleError("a golden label is not a class of the layout")

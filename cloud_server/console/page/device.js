@@ -111,6 +111,12 @@ function details(found) {
   const labelled = ["before", "after"].flatMap((stage) => [
     ...of(stage, "micro_f1").map(([, f1]) => [stage, "all labels together", f1.toFixed(3)]),
     ...of(stage, "f1").map(([label, f1]) => [stage, label, f1.toFixed(3)])]);
+  const alarmed = ["before", "after"].flatMap((stage) => of(stage, "alarms").map(([samples, share]) => [stage, samples,
+    share.toFixed(4), samples === "anomaly" ? last[stage].measures.auroc?.all?.toFixed(3) ?? ABSENT : ABSENT]));
+  if (alarmed.length) {
+    parts.push(h("h2", {}, "Its alarms on test samples"), table("Share of samples with an alarm, by stage", [["stage",
+      "left"], ["samples", "left"], "alarms", "AUROC"], alarmed));
+  }
   if (labelled.length) {
     parts.push(h("h2", {}, "Its answers on test samples"), table("F1 by stage and label", [["stage", "left"],
       ["label", "left"], "F1"], labelled));
@@ -175,7 +181,7 @@ function answered(found, names) {
   const several = found.label_sets?.length > 0, numbers = found.outputs?.length > 0 && !several;
   const classes = numbers || several ? found.outputs : found.classes?.length ? found.classes : names;
   const rows = several ? found.label_sets.map((labels, k) => [String(k), h("b", {}, labels.join(", ") || "none"),
-    ...found.probabilities[k].map((p) => share(p))]) : numbers ? found.values.map((row, k) => [String(k), "", ...row.map((value) => value.toPrecision(6))])
+    ...found.probabilities[k].map((p) => share(p))]) : numbers ? found.values.map((row, k) => [String(k), found.alarms?.[k] ? h("b", {}, "ALARM") : "", ...row.map((value) => value.toPrecision(6))])
     : found.labels.map((label, k) => [String(k), h("b", {}, `${label}${found.unknown?.[k] ? " (unknown)" : ""}`),
     ...found.probabilities[k].map((p) => share(p))]);
   return h("div", {}, table("The device's answers", ["sample", ["answer", "left"], ...classes], rows),

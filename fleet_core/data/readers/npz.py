@@ -17,6 +17,7 @@ from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import Raw, bound, row_number
 
+UNLABELLED = "a fleet that learns without labels detects anomalies: metafleet init --task anomaly"
 ARRAYS = ("x", "y", "client", "time", "classes", "outputs")
 
 
@@ -51,6 +52,7 @@ def _require(members: dict[str, zipfile.ZipInfo], path: Path, names: tuple[str, 
                 f"has no array '{name}'{schema.did_you_mean(name, members)}",
                 where=str(path),
                 expected=f"{'arrays x [N, ...] and y [N]' if 'y' in names else 'an array x [N, ...]'}, found {found}",
+                hint=UNLABELLED if name == "y" else None,
             )
 
 

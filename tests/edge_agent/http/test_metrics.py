@@ -97,7 +97,7 @@ def test_a_scrape_has_what_the_agent_did(agent: Agent, tmp_path: Path) -> None:
 def test_every_figure_has_its_base_unit_and_its_labels() -> None:
     page = metrics.text(FULL)
     found = parsed(page)
-    assert len(found) == page.count("# TYPE") == 17
+    assert len(found) == page.count("# TYPE") == 18
     for name, metric in found.items():
         assert metric.documentation.endswith(".")
         assert not re.search(r"_(ms|mib|kb|mb|minutes|percent)$", name)

@@ -96,5 +96,5 @@ def test_a_layout_with_labels_is_read_again_and_an_unknown_task_is_refused() -> 
     assert layout.task == TASK
     assert layout.answers == TASK.outputs
     np.testing.assert_array_equal(layout.truths(Y), Y.astype(np.float32))
-    with pytest.raises(BundleError, match=r"task.kind: unknown value 'rank', expected one of multi-label, regression"):
+    with pytest.raises(BundleError, match=r"task.kind: unknown value 'rank', expected one of anomaly, multi"):
         Layout.from_json(text.replace('"multi-label"', '"rank"'))
