@@ -164,7 +164,8 @@ class Fleet:
 
     def evaluations(self) -> list[Row]:
         """Accuracy and macro-F1 of each device on its own test samples, by round and stage (before, fine_tuned,
-        after personalization); of a fleet that predicts numbers ``mae.OUTPUT`` and ``r2.OUTPUT``."""
+        after personalization); of a fleet that predicts numbers ``mae.OUTPUT`` and ``r2.OUTPUT``; of
+        one with several labels ``micro_f1.all``, ``macro_f1.all``, ``exact_match.all`` and ``f1.LABEL``."""
         from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
         from cloud_server.results.result import task_score
 

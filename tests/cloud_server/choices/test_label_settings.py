@@ -37,7 +37,7 @@ def test_the_task_has_the_names_of_the_labels(tmp_path: Path) -> None:
 def test_a_task_without_a_kind_or_with_another_is_refused(tmp_path: Path) -> None:
     text = text_of(tmp_path)
     for changed, told in (('kind = "multilabel"', "model.task.kind: unknown value 'multilabel'"),
-                          ("", "model.task.kind: missing, expected one of multi-label, regression")):
+                          ("", "model.task.kind: missing, expected one of anomaly, multi-label, regression")):
         with pytest.raises(ConfigError, match=told):
             config.parse(FleetConfig, text.replace('kind = "multi-label"', changed), "fleet.toml")
     with pytest.raises(DataError, match="the labels are"):
