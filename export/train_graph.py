@@ -32,8 +32,6 @@ from fleet_core.learning.models import Network, build
 from fleet_core.model.graph_bundle import golden_truths
 from fleet_core.model.layout import Layout
 from fleet_core.model.train_graph import FORMAT, NEEDS, TrainGraph, TrainInfo, digest, golden_inputs
-from fleet_core.tasks.anomaly import Anomaly
-from fleet_core.tasks.labels import MultiLabel
 from fleet_core.training.graph_engine import Function, Opened, check_golden
 from fleet_core.training.local_round import check_task
 
@@ -65,8 +63,6 @@ def export_train(layout: Layout, method: Method, hyper: Any, initial: Params, se
     BundleError, which says by name what cannot become a graph, and ConfigError for a method that the layout's task
     refuses."""
     check_task(method, layout)
-    if isinstance(layout.task, (MultiLabel, Anomaly)):
-        raise BundleError(f"the gradients of a model of {layout.task.kind} cannot become a graph", hint=HINT)
     if method.adaptation not in NEEDS:
         raise BundleError(f"the estimator {method.adaptation} of {method.name} cannot become a graph", hint=HINT)
     if 4 * layout.parameters(method.personal) > MAX_FIRST_BYTES:

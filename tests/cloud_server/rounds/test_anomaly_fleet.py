@@ -14,7 +14,7 @@ import metafleet
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
+from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
@@ -30,7 +30,7 @@ from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
 from export.first_model import first
 from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base import schema
+from fleet_core.base import schema, trees
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.link.loopback import LoopbackBroker
@@ -42,6 +42,7 @@ from fleet_core.tasks.anomaly import Anomaly
 from tests.support.brokers import accepts_connections, free_port
 from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
+from tests.support.train_graphs import FP32, packed
 
 NAMES = ("a", "b")
 SPIKE = 4.0
@@ -102,15 +103,19 @@ def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), task)
 
 
-def trained(folder: Path, rounds: int = 4, method: str = "fedavg") -> World:
+def trained(
+    folder: Path, rounds: int = 4, method: str = "fedavg", *, link: str = "",
+    engines: tuple[str, ...] = ("torch", "torch"),
+) -> World:
     """The fleet after its last round, every model served and evaluated. Agents have a device.toml too."""
-    made = World(folder, create_fleet(folder / "fleet", text(method, rounds), exported), LoopbackBroker())
+    made = World(folder, create_fleet(folder / "fleet", text(method, rounds) + link, exported, packed),
+                 LoopbackBroker())
     made.start_server()
-    for number, name in enumerate(NAMES):
+    for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
         home = folder / "devices" / name
         home.mkdir(parents=True)
         write_quiet(home / "samples.npz", number, 1 + number / 5)
-        made.start_agent(name)
+        made.start_agent(name, engine=engine)
         (home / "device.toml").write_text(
             f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
     assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
@@ -173,6 +178,14 @@ def test_sums_that_no_samples_have_are_refused(fleet: World) -> None:
         assert wrong is not None
         with pytest.raises(MessageError, match="sums"):
             fleet.server._device_messages.on_report("a", Report(4, evaluated_round=4, evaluations=(wrong,)))
+
+
+def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path) -> None:
+    torch, mixed = (trained(tmp_path / engines[1], 2, link=FP32, engines=engines)
+                    for engines in (("torch", "torch"), ("torch", "onnx")))
+    assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
+    served = [one.server.checkpoint.state.served for one in (torch, mixed)]
+    assert trees.norm(trees.subtract(*served)) <= 1e-5 * trees.norm(served[0])
 
 
 @pytest.mark.parametrize("method", ["fedavg-meta", "pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])

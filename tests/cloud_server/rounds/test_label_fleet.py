@@ -14,7 +14,7 @@ import metafleet
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
+from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
@@ -32,7 +32,7 @@ from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
 from export.first_model import first
 from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base import schema
+from fleet_core.base import schema, trees
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
 from fleet_core.data.samples import Samples, save
@@ -45,6 +45,7 @@ from fleet_core.tasks.task import Task
 from tests.support.brokers import accepts_connections, free_port
 from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
+from tests.support.train_graphs import FP32, packed
 
 LABELS = ("slow", "fast", "high")
 NAMES = ("a", "b")
@@ -97,12 +98,16 @@ def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), settings.model.task)
 
 
-def trained(folder: Path, rounds: int = 2, *, method: str = "fedavg-meta", hyper: str = "") -> World:
+def trained(
+    folder: Path, rounds: int = 2, *, method: str = "fedavg-meta", hyper: str = "", link: str = "",
+    engines: tuple[str, ...] = ("torch", "torch"),
+) -> World:
     """The fleet after its last round, every model served and evaluated. Agents have a device.toml too."""
-    made = World(folder, create_fleet(folder / "fleet", text(method, rounds, hyper), exported), LoopbackBroker())
+    made = World(folder, create_fleet(folder / "fleet", text(method, rounds, hyper) + link, exported, packed),
+                 LoopbackBroker())
     made.start_server()
-    for number, name in enumerate(NAMES):
-        made.start_agent(name, drawn(number, gain=1 + number / 5))
+    for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
+        made.start_agent(name, drawn(number, gain=1 + number / 5), engine=engine)
         (folder / "devices" / name / "device.toml").write_text(
             f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
     assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
@@ -306,6 +311,14 @@ def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: 
     assert plain is not None
     assert after is not None
     assert after.loss < plain.loss
+
+
+def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path) -> None:
+    torch, mixed = (trained(tmp_path / engines[1], link=FP32, engines=engines)
+                    for engines in (("torch", "torch"), ("torch", "onnx")))
+    assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
+    served = [one.server.checkpoint.state.served for one in (torch, mixed)]
+    assert trees.norm(trees.subtract(*served)) <= 1e-5 * trees.norm(served[0])
 
 
 @pytest.mark.parametrize("method", ["pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
 from cloud_server.records import training_graph
-from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
@@ -43,7 +41,7 @@ from fleet_core.data.samples import Samples, save
 from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.link.mqtt import parse_url
 from fleet_core.model import graph_bundle
-from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.model.layout import InputSpec
 from fleet_core.model.train_graph import pack
 from fleet_core.protocol.device_messages import Report
 from fleet_core.tasks.regression import Regression
@@ -51,7 +49,7 @@ from fleet_core.training.graph_engine import GraphSteps
 from tests.support.brokers import accepts_connections, free_port
 from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
-from tests.support.train_graphs import train_graph
+from tests.support.train_graphs import FP32, packed, train_graph
 
 OUTPUTS = ("speed", "load")
 NAMES = ("a", "b")
@@ -102,10 +100,6 @@ def first_of(method: str, hyper: str, task: Regression | None) -> tuple[bytes, b
                  hyper=parameters, task=task)
 
 
-def _train_graph(fleet: Fleet, layout: Layout, first: trees.Params) -> bytes:
-    return pack(replace(train_graph(fleet.method.name, layout), first=trees.only(first, fleet.method.personal)))
-
-
 def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), settings.model.task)
 
@@ -113,7 +107,7 @@ def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
 def made_fleet(folder: Path, rounds: int, method: str = "fedavg-meta", hyper: str = "", link: str = "") -> World:
     """With the graph for devices that train without torch."""
     settings = text(method, rounds, hyper) + link
-    return World(folder, create_fleet(folder / "fleet", settings, exported, _train_graph), LoopbackBroker())
+    return World(folder, create_fleet(folder / "fleet", settings, exported, packed), LoopbackBroker())
 
 
 def trained(
@@ -204,9 +198,7 @@ def test_evaluations_of_another_shape_are_refused(fleet: World) -> None:
 @pytest.mark.parametrize("method", ["fedavg-meta", *(
     pytest.param(name, marks=pytest.mark.slow) for name in ("per-fedavg-exact", "per-fedavg-hf", "fedper"))])
 def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path, method: str) -> None:
-    """In fp32, so that no codec makes a rounding larger; every device answers."""
-    link = '[link]\nup = "fp32"\ndown = "fp32"\n'
-    torch, mixed = (trained(tmp_path / engines[1], method=method, link=link, engines=engines)
+    torch, mixed = (trained(tmp_path / engines[1], method=method, link=FP32, engines=engines)
                     for engines in (("torch", "torch"), ("torch", "onnx")))
     assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
     served = [one.server.checkpoint.state.served for one in (torch, mixed)]
