@@ -19,6 +19,7 @@ from fleet_core.model.train_graph import pack, unpack
 from fleet_core.tasks.anomaly import Anomaly
 from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 from fleet_core.training import local_round, round_plans
 from fleet_core.training.graph_engine import GraphEngine, Opened, check_golden
 from fleet_core.training.local_round import TrainResult
@@ -77,7 +78,7 @@ def of_task(model: str, task: str) -> Layout:
         "cnn1d": (InputSpec((2, 16)), {"channels": [4], "width": 8}),
     }
     spec, options = known[model]
-    tasks = {"labels": MultiLabel(("a", "b")), "anomaly": Anomaly(int(np.prod(spec.shape)))}
+    tasks: dict[str, Task] = {"labels": MultiLabel(("a", "b")), "anomaly": Anomaly(int(np.prod(spec.shape)))}
     numbers = Regression(("a", "b"), (200.0, 0.0), (60.0, 0.8), task if task not in tasks else "huber")
     return models.describe(model, spec, (), options, tasks.get(task, numbers))
 
