@@ -180,6 +180,6 @@ def _gradient(
 def _summed_loss(layout: Layout, out: Tensor, y: Tensor) -> Tensor:
     """The loss of each sample, summed."""
     if layout.task is not None:
-        return losses.of_errors(layout.task, out - y).sum() / len(layout.answers)
+        return losses.of_outputs(layout.task, out, y).sum() / len(layout.answers)
     log_probabilities = torch.log_softmax(out, 1)
     return -(log_probabilities * losses.one_hot(y, len(layout.classes), log_probabilities.dtype)).sum()

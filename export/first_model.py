@@ -16,13 +16,13 @@ from fleet_core.base.trees import Params
 from fleet_core.learning import models
 from fleet_core.model import graph_bundle, train_graph
 from fleet_core.model.layout import Backbone, InputSpec, Layout
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 
 
 def first(
     model: str, spec: InputSpec, classes: tuple[str, ...], options: Mapping[str, Any], *, head: bool, seed: int,
     method: Method | None = None, hyper: Any = None, say: Callable[[str], None] = lambda line: None,
-    backbone: Backbone | None = None, task: Regression | None = None,
+    backbone: Backbone | None = None, task: Task | None = None,
 ) -> tuple[bytes, bytes]:  # fmt: skip
     """(graph bundle, weights) as bytes. head: the method answers with the model's head. method, hyper: their gradient
     steps are exported; None for none. backbone: makes the input ``spec`` of raw samples. task: what the model answers

@@ -34,11 +34,10 @@ class Loops:
 
     def graph(self, gradient: onnx.GraphProto, embed: onnx.GraphProto | None) -> onnx.GraphProto:
         """The whole graph. embed: the body's graph, if only the head is adapted."""
-        task = self._layout.task
         step = self._step(gradient, "support_x" if embed is None else "support/z")
-        truths = [] if task is None else [len(task.outputs)]
+        truths = [] if self._layout.task is None else [len(self._layout.answers)]
         nodes = [
-            _node("Shape", ["support_y"], "support/sizes", **({} if task is None else {"end": 1})),
+            _node("Shape", ["support_y"], "support/sizes", **({"end": 1} if truths else {})),
             _node("Squeeze", ["support/sizes"], "support/size"),
             _node("Cast", ["support/size"], "support/number", to=TensorProto.FLOAT),
             _node("Add", ["support/size", "constant/rest"], "support/rounded"),
@@ -51,7 +50,7 @@ class Loops:
         spec = self._layout.input
         inputs = [
             _info("support_x", _TYPES[spec.dtype], ["support", *spec.shape]),
-            _info("support_y", TensorProto.INT64 if task is None else TensorProto.FLOAT, ["support", *truths]),
+            _info("support_y", TensorProto.FLOAT if truths else TensorProto.INT64, ["support", *truths]),
             _info("steps", TensorProto.INT64, []),
             *([] if self._rates else [_info("lr", TensorProto.FLOAT, [])]),
         ]

@@ -1,7 +1,7 @@
 """Exports the gradient of a method's estimator as the graph ``train``, and checks it against torch.
 
 One graph per loss (``fleet_core.model.train_graph``), traced by ``export.trace`` with symbolic numbers of samples and
-of classes. MAML, Meta-SGD and Moreau steps are composed on the device of the entropy's gradient and, where a method is
+of classes. MAML, Meta-SGD and Moreau steps are composed on the device of the head's gradient and, where a method is
 exact, of the graph ``product``, the Hessian times a direction: the gradient, differentiated once more along it.
 """
 
@@ -29,9 +29,11 @@ from fleet_core.learning import gradients
 from fleet_core.learning.gradient_estimators import Estimators, entropy
 from fleet_core.learning.layer_flops import flops_per_sample
 from fleet_core.learning.models import Network, build
+from fleet_core.model.graph_bundle import golden_truths
 from fleet_core.model.layout import Layout
 from fleet_core.model.train_graph import FORMAT, NEEDS, TrainGraph, TrainInfo, digest, golden_inputs
 from fleet_core.training.graph_engine import Function, Opened, check_golden
+from fleet_core.training.local_round import check_task
 
 MAX_FIRST_BYTES = 16 << 20
 RTOL = 1e-3
@@ -58,9 +60,9 @@ HINT = "devices of this fleet need torch to train"
 
 def export_train(layout: Layout, method: Method, hyper: Any, initial: Params, seed: int = 0) -> TrainGraph:
     """The checked graph for ``method``. initial: the model's first weights; the graph gets the personal groups. Raises
-    BundleError, which says by name what cannot become a graph."""
-    if layout.task is not None:
-        raise BundleError(f"the gradients of a model of {layout.task.kind} cannot become a graph", hint=HINT)
+    BundleError, which says by name what cannot become a graph, and ConfigError for a method that the layout's task
+    refuses."""
+    check_task(method, layout)
     if method.adaptation not in NEEDS:
         raise BundleError(f"the estimator {method.adaptation} of {method.name} cannot become a graph", hint=HINT)
     if 4 * layout.parameters(method.personal) > MAX_FIRST_BYTES:
@@ -73,7 +75,7 @@ def export_train(layout: Layout, method: Method, hyper: Any, initial: Params, se
         flops_per_sample(network, layout), RTOL, IR_VERSION, OPSET, MIN_ONNXRUNTIME,
     )
     network.train()
-    x, y = samples(layout.input, GOLDEN_SAMPLES, seed), np.arange(GOLDEN_SAMPLES) % len(layout.classes)
+    x, y = samples(layout.input, GOLDEN_SAMPLES, seed), golden_truths(layout, GOLDEN_SAMPLES)
     graph = TrainGraph(layout, info, {}, {}, trees.only(initial, method.personal))
     reference = Reference(graph, network, hyper)
     made = {kind: _onnx_file(graph, kind, reference, seed) for kind in ("train", *(["product"] if product else []))}
@@ -131,6 +133,8 @@ class Reference:
                 return [entropy(self._network, *tensors)(w)]
             case "proto":
                 return [estimators.proto_loss(w, *tensors)]
+            case "joint":
+                return [estimators.joint_loss(w, *tensors)]
             case "metavers":
                 return list(estimators.vers_loss(w, given["margin"], given["share"], *tensors))
             case _:
@@ -177,7 +181,7 @@ def _apart(reference: Reference, feed: dict[str, Any]) -> bool:
 def _onnx_file(graph: TrainGraph, kind: str, reference: Reference, seed: int) -> tuple[bytes, int]:
     """(the graph, the bytes that its operations output per sample)"""
     layout, info = graph.layout, graph.info
-    x, y = samples(layout.input, TRACED_SAMPLES, seed + 1), np.arange(TRACED_SAMPLES) % len(layout.classes)
+    x, y = samples(layout.input, TRACED_SAMPLES, seed + 1), golden_truths(layout, TRACED_SAMPLES)
     feed = golden_inputs(graph, kind, seed + 1, x, y)
     if "classes" in feed:  # sizes that differ, so that none is taken for another
         feed |= {"query_x": np.concatenate([x, x[:2]]), "query_y": np.concatenate([y, y[:2]]),
@@ -208,7 +212,9 @@ def check(graph: TrainGraph, reference: Reference) -> None:
         for round_, (number, classes) in enumerate(SIZES):
             seed = graph.info.seed + 300 + round_
             x = samples(graph.layout.input, number, seed)
-            y = np.arange(number) % min(classes, len(graph.layout.classes))
+            y = golden_truths(graph.layout, number)
+            if graph.layout.task is None:
+                y %= classes
             _check_numbers(graph, kind, function, reference, golden_inputs(graph, kind, seed, x, y))
     check_golden(Opened(graph, functions))
 

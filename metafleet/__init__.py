@@ -53,8 +53,9 @@ class Run:
         """One row for each evaluated round and kind of devices (``devices``: those that train; ``new SHARE``:
         new ones that learned from this share of their samples; ``novel``: those with classes that nobody trained).
 
-        mean, worst, best, variance: accuracy over the devices, as shares. macro_f1: pooled over their samples. bytes,
-        joules, flops and the other keys after them: spent by all devices from the first round to this one.
+        mean, worst, best, variance: accuracy over the devices, as shares, or the MAE in deviations of numbers.
+        macro_f1: pooled over their samples. bytes, joules, flops and the other keys after them: spent by all devices
+        from the first round to this one.
         """
         return [
             {"label": self.label, "method": self.method, "seed": self.seed, "round": point.round, "of": kind,
@@ -107,7 +108,7 @@ def compare(
         targets: values of ``target_of``, as shares; default: those of the experiments, or what the runs reached.
         baseline: label of the run that gains are computed over; default: Per-FedAvg.
         mixed: allow runs of different data or models.
-        target_of: accuracy (mean over the devices that train) or macro-f1 (pooled).
+        target_of: accuracy (mean over the devices that train) or macro-f1 (pooled); error of runs that predict numbers.
 
     Raises ConfigError for runs that cannot be compared.
     """
@@ -163,7 +164,8 @@ class Fleet:
 
     def evaluations(self) -> list[Row]:
         """Accuracy and macro-F1 of each device on its own test samples, by round and stage (before, fine_tuned,
-        after personalization); of a fleet that predicts numbers ``mae.OUTPUT`` and ``r2.OUTPUT``."""
+        after personalization); of a fleet that predicts numbers ``mae.OUTPUT`` and ``r2.OUTPUT``; of
+        one with several labels ``micro_f1.all``, ``macro_f1.all``, ``exact_match.all`` and ``f1.LABEL``."""
         from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
         from cloud_server.results.result import task_score
 

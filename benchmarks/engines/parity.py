@@ -3,7 +3,8 @@
     python -m benchmarks.engines.parity --out benchmarks/engines/parity.json
 
 Twenty steps from the same start with the same draws. ``methods``: every method on a small network; ``models``: an
-estimator on each model. Distances are relative to the update in double precision, by torch. Every seed has its own
+estimator on each model; ``numbers``: estimators of a model that predicts numbers (``--numbers`` measures these alone,
+again in the file). Distances are relative to the update in double precision, by torch. Every seed has its own
 samples and first weights. Times: processor time of a step, the median of three rounds of each engine in turn.
 """
 
@@ -34,6 +35,7 @@ from fleet_core.base.trees import Params
 from fleet_core.learning import models
 from fleet_core.learning.local_training import TorchEngine
 from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.tasks.regression import LOSSES, Regression
 from fleet_core.training.graph_engine import Array, GraphEngine, Opened
 from fleet_core.training.local_round import Engine, TrainResult, train_one
 from fleet_core.training.round_plans import Participant
@@ -51,6 +53,8 @@ CASES: dict[str, tuple[str, InputSpec, float]] = {
 """{name: (model, input, limit of the distance between the engines)}."""
 ESTIMATORS = ("fedavg", "pfldyn-proto", "per-fedavg-fo", "per-fedavg-exact")
 SMALL = "mlp", InputSpec((20,))
+NUMBERS = ("fedavg", "per-fedavg-fo", "per-fedavg-hf", "per-fedavg-exact", "fedmeta-metasgd")
+"""A method for each estimator that takes numbers."""
 
 
 class Double(TorchEngine):
@@ -125,9 +129,30 @@ def _round(engine: Engine, layout: Layout, name: str, hyper: Any, first: Params,
     broadcast = Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups),
                         {**sent.scalars, "round": 1.0, "seed": 0.0})
     per_device = trees.apply(lambda a: a.astype(np.float32), method.server.per_device(state, "d"))
-    x, y = samples(layout.input, SAMPLES, seed), np.arange(SAMPLES) % len(layout.classes)
+    x = samples(layout.input, SAMPLES, seed)
+    y = np.arange(SAMPLES) % len(layout.classes) if layout.task is None else targets(x, seed)
     one = Participant({}, x, y, np.random.default_rng(seed), per_device)
     return train_one(engine, method, layout, broadcast, one, hyper)
+
+
+def targets(x: Array, seed: int) -> Array:
+    """[N, 2]: two levels of each sample, in units of their own, with noise that is often far off."""
+    parts = x.reshape(len(x), 2, -1).mean(2)
+    parts = (parts - parts.mean(0)) / parts.std(0)
+    noise = np.random.default_rng(seed).standard_t(2, parts.shape)
+    return np.asarray((parts + 0.3 * noise) * (40.0, 0.5) + (200.0, 0.0))
+
+
+def of_numbers(model: str, spec: InputSpec, loss: str) -> Layout:
+    return models.describe(model, spec, (), {}, Regression(("a", "b"), (200.0, 0.0), (45.0, 0.6), loss))
+
+
+def numbers() -> dict[str, Any]:
+    """case -> method -> distances; both losses on the small network, ``huber`` on the 1-D CNN."""
+    model, spec, _ = CASES["1-D CNN"]
+    cases = {**{f"MLP, {loss}": of_numbers(*SMALL, loss) for loss in LOSSES},
+             "1-D CNN, huber": of_numbers(model, InputSpec((2, *spec.shape[1:])), "huber")}
+    return {case: {name: compared(layout, name, timed=False) for name in NUMBERS} for case, layout in cases.items()}
 
 
 def _distance(one: TrainResult, other: TrainResult, exact: TrainResult) -> float:
@@ -140,9 +165,14 @@ def _distance(one: TrainResult, other: TrainResult, exact: TrainResult) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs=2, metavar=("MODEL", "METHOD"), help="measures this again, in the file")
+    parser.add_argument("--only", nargs=2, metavar=("MODEL", "METHOD"),
+                        help="measures this again, in the file; MODEL 'methods': a row of that table")
+    parser.add_argument("--numbers", action="store_true", help="measures 'numbers' again, in the file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.numbers:
+        held = json.loads(options.out.read_text(encoding="utf-8"))
+        return write_json(options.out, {**held, "numbers": numbers()})
     if options.only:
         return _again(options.out, *options.only)
     small = models.describe(SMALL[0], SMALL[1], CLASSES, {})
@@ -154,12 +184,16 @@ def main() -> None:
                        "estimators": {name: compared(layout, name) for name in ESTIMATORS}}
     write_json(options.out, {
         "environment": environment(), "steps": STEPS, "seeds": SEEDS, "methods": methods, "models": found,
+        "numbers": numbers(),
     })
     return None
 
 
 def _again(out: Path, case: str, method: str) -> None:
     held = json.loads(out.read_text(encoding="utf-8"))
+    if case == "methods":
+        held[case][method] = compared(models.describe(*SMALL, CLASSES, {}), method, timed=False)
+        return write_json(out, held)
     model, spec, _ = CASES[case]
     held["models"][case]["estimators"][method] = compared(models.describe(model, spec, CLASSES, {}), method)
     write_json(out, held)

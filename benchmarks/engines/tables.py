@@ -17,8 +17,8 @@ from fleet_core.base import storage
 from fleet_core.model.train_graph import NEEDS
 
 HERE = Path(__file__).parent
-PAGES = {HERE / "README.md": ("methods", "models", "memory", "floor", "rounding"),
-         HERE.parents[1] / "docs" / "engines.md": ("floor", "methods")}
+PAGES = {HERE / "README.md": ("methods", "models", "numbers", "memory", "floor", "rounding"),
+         HERE.parents[1] / "docs" / "engines.md": ("floor", "methods", "numbers")}
 
 
 def read(name: str) -> Any:
@@ -67,6 +67,12 @@ def models(found: Mapping[str, Any]) -> str:
     return table(head, rows)
 
 
+def numbers(found: Mapping[str, Any]) -> str:
+    head = ("model, loss", "method", "graphs", "onnx to torch", "onnx to double", "torch to double")
+    return table(head, ((case, *(_method(name, row)[i] for i in (0, 2, 3, 4, 5)))
+                        for case, methods in found["numbers"].items() for name, row in methods.items()))
+
+
 def _passed(row: Mapping[str, Any], limit: float, engine: str, other: str) -> str:
     """On how many seeds both are within the limit, or this engine is no farther from double precision than the other.
     """
@@ -102,8 +108,8 @@ def rounding(found: Mapping[str, Any]) -> str:
 def made() -> dict[str, str]:
     """The tables of the files, by name."""
     parity = read("parity")
-    return {"methods": methods(parity), "models": models(parity), "memory": memory(read("memory")),
-            "floor": floor(read("floor")), "rounding": rounding(read("rounding"))}
+    return {"methods": methods(parity), "models": models(parity), "numbers": numbers(parity),
+            "memory": memory(read("memory")), "floor": floor(read("floor")), "rounding": rounding(read("rounding"))}
 
 
 def main() -> None:

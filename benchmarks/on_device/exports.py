@@ -1,18 +1,19 @@
 """Every method on every model family: what becomes a graph that passes the export gate, and the message if not.
 
-    python -m benchmarks.on_device.exports --out benchmarks/on_device/exports.json
+    python -m benchmarks.on_device.exports --out benchmarks/on_device/exports.json [--only METHOD]
 
 Runs the export of ``metafleet init``, at the sizes of the papers; steps that move the same groups are exported once for
-all methods that take them.
+all methods that take them. With ``--only`` the other methods' rows of the file stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from cloud_server.results.result import environment
 from export import method_steps
 from export.adapt_graph import with_adapt
 from export.graph import export_graph
+from fleet_core.algorithms.interface import Method
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import BundleError
 from fleet_core.base.storage import write_json
@@ -69,7 +71,7 @@ def bring_own() -> None:
     sys.modules[module.__name__] = module
 
 
-def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
+def family(name: str, say: Callable[[str], None], methods: Iterable[Method]) -> dict[str, Any]:
     """method -> what became a graph, for one model family."""
     model, spec, options = FAMILIES[name]
     layout, started = models.describe(model, spec, CLASSES, options), time.monotonic()
@@ -95,7 +97,7 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
         return one
 
     with patch.object(method_steps, with_adapt.__name__, once):
-        for method in METHODS.values():
+        for method in methods:
             said: list[str] = []
             whole = method_steps.with_steps(graph, method, method.hyper(), models.initial(layout, 0), said.append)
             how = whole.info.adapt
@@ -111,11 +113,18 @@ def family(name: str, say: Callable[[str], None]) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", choices=METHODS)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     bring_own()
-    found = {name: family(name, print) for name in FAMILIES}
-    write_json(asked.out, {"environment": environment(), "families": found})
+    methods = METHODS.values() if asked.only is None else [METHODS[asked.only]]
+    found = {name: family(name, print, methods) for name in FAMILIES}
+    if asked.only is not None:
+        held = json.loads(asked.out.read_text(encoding="utf-8"))
+        for name, made in found.items():
+            held["families"][name]["methods"] |= made["methods"]
+        return write_json(asked.out, held)
+    return write_json(asked.out, {"environment": environment(), "families": found})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.learning import local_training, models, personal_model
-from fleet_core.model.layout import InputSpec
+from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.personalization.ridge_head import RidgeHead
 from fleet_core.tasks.regression import Errors, Regression
 
@@ -68,12 +68,16 @@ def statistics(x_NCT: Array) -> Array:
 
 
 def trained(train: Sequence[Part], rounds: int) -> tuple[Any, Any, Any, trees.Params]:
-    """(layout, model, hyper-parameters, weights) after FedAvg over all people in every round."""
+    """As ``fedavg``, for the people's numbers."""
     task = Regression.of(OUTPUTS, np.concatenate([y for _, y in train]))
     every = np.concatenate([x for x, _ in train])
     mean, std = (tuple(map(float, one)) for one in (every.mean((0, 2)), every.std((0, 2))))
     spec = InputSpec(every.shape[1:], mean=mean, std=std)
-    layout = models.describe("cnn1d", spec, (), {}, task)
+    return fedavg(models.describe("cnn1d", spec, (), {}, task), train, rounds)
+
+
+def fedavg(layout: Layout, train: Sequence[Part], rounds: int) -> tuple[Any, Any, Any, trees.Params]:
+    """(layout, model, hyper-parameters, weights) after FedAvg over all of ``train`` in every round."""
     method, model = METHODS["fedavg"], models.build(layout)
     hyper = method.hyper(**HYPER)
     state = method.server.init(trees.widened(models.initial(layout, SEED)), hyper)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cloud_server.choices import codec_catalogue, method_catalogue
 from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, KeepSection, LinkSection
@@ -22,9 +25,20 @@ from fleet_core.data.shaping import resize, sound
 from fleet_core.model.layout import FITS, Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
+from fleet_core.tasks import anomaly
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.labels import KIND as LABELS
+from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.regression import KIND, LOSSES, Regression
+from fleet_core.tasks.task import Task
 
-TASKS = ("classes", KIND)
+TASKS = ("classes", KIND, LABELS, anomaly.KIND)
+REPEATING = "mlp"
+"""The model that repeats samples, for every form of them: narrow in the middle."""
+REPEATING_OPTIONS: Mapping[str, Any] = {"hidden": [64, 8, 64], "activation": "elu"}
+REPEATING_RATES: Mapping[str, float] = {"client_lr": 0.5, "clip_norm": 1.0, "finetune_lr": 0.1}
+"""The loss is a mean over all numbers of a sample, so that its gradients are small; an outlier's are clipped. Not of
+pFedMe, whose rate also bounds its pull to the fleet's model."""
 NO_WINDOW = "leave --window and --stride out"
 HEAD = "# The server reads this file when it starts. Every key: docs/fleet.md of Metafleet."
 
@@ -37,17 +51,23 @@ def topic_name(folder: str) -> str:
 def load_data(
     data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None,
     size: str | None = None, fit: str | None = None, rate: int | None = None, seconds: float | None = None,
-    outputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None, labels: bool = False, normal: Sequence[str] | None = None,
 ) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
     how the file was read. window, stride: to cut a file of readings, which devices then do too. size, fit: of images,
     as in ``resize.size_of``. rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a
-    window, rate is that of the readings, to which devices resample their sensors. outputs: of the numbers to predict,
-    as in ``samples.load``; None for classes. Raises DataError, also for samples whose classes have no names."""
+    window, rate is that of the readings, to which devices resample their sensors. outputs, labels: of the numbers to
+    predict, or of several labels, as in ``samples.load``; None for classes. normal: the labels of quiet samples of a
+    fleet that detects anomalies; only quiet samples are returned. Raises DataError, also for samples
+    whose classes have no names."""
     if _is_named(data):
+        if normal is not None:
+            raise DataError("is a named set, which has classes", where=data, expected="a file of quiet samples",
+                            hint=f"leave out --task {anomaly.KIND}")
         if outputs is not None:
-            raise DataError("is a named set, which has classes", where=data, expected="a file of samples with numbers",
-                            hint="leave out --task regression")
+            raise DataError("is a named set, which has classes", where=data,
+                            expected=f"a file of samples with {'labels' if labels else 'numbers'}",
+                            hint=f"leave out --task {LABELS if labels else KIND}")
         if window is not None or stride is not None:
             raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
         if any(option is not None for option in (size, fit, rate, seconds)):
@@ -60,7 +80,9 @@ def load_data(
     pixels, how = resize.size_of(size, fit)
     sound_hz = 0 if window is not None and seconds is None else _sound_hz(Path(data), rate, seconds)
     samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds,
-                   outputs=outputs)
+                   outputs=outputs, labels=labels, normal=normal)
+    if normal is not None:
+        samples = _quiet(samples, data, normal)
     if how != "refuse" and samples.x.ndim != 4:
         raise DataError("holds no images", where=data, hint="leave out --size and --fit")
     for remark in (*samples.notes, *model_input.remarks(samples.x)):
@@ -74,6 +96,42 @@ def load_data(
                         f"for the labels 0 to {most}", hint="or store the class names in y")
     spec = model_input.standardized(samples.x, how, sound_hz)
     return samples, replace(spec, rate_hz=float(rate or 0) if not sound_hz else 0.0, stride=stride or 0)
+
+
+def _quiet(samples: Samples, data: str, normal: Sequence[str]) -> Samples:
+    """The quiet samples. Raises DataError if there are none."""
+    quiet = samples.take(samples.y == 0)
+    if not len(quiet):
+        said = f"no label is {', '.join(normal)}" if normal else "it has labels"
+        raise DataError(f"has no quiet samples: {said}", where=data, hint="--normal names the labels of quiet samples")
+    return quiet
+
+
+def anomaly_task(samples: Samples, spec: InputSpec, normal: Sequence[str], per_day: float | None) -> Anomaly:
+    """The task of quiet samples. per_day: the wanted number of false alarms a day; None: the default share of samples.
+    Raises DataError if samples are too large to be repeated, or if the time from one to the next is needed and not
+    known."""
+    width = math.prod(spec.shape)
+    if width > anomaly.MAX_WIDTH:
+        raise DataError(f"has samples of {width} numbers", where="--data",
+                        expected=f"at most {anomaly.MAX_WIDTH} numbers in a sample",
+                        hint="a shorter window, a smaller --size, or --backbone")
+    seconds = _seconds_between(samples, spec)
+    if per_day is not None and not seconds:
+        raise DataError("has no times, so false alarms a day cannot be counted", where="--data",
+                        expected="a column 'time' in seconds, or --rate", hint="leave out --false-alarms")
+    return Anomaly(width, tuple(normal), false_alarms_per_day=per_day or 0.0, seconds=seconds)
+
+
+def _seconds_between(samples: Samples, spec: InputSpec) -> float:
+    """From one sample to the next; 0 if that is not known."""
+    if spec.rate_hz and len(spec.shape) == 2:
+        return (spec.stride or spec.shape[1]) / spec.rate_hz
+    if samples.time is None:
+        return 0.0
+    groups = [samples.time] if samples.client is None else [samples.time[samples.client == c] for c in samples.clients]
+    steps = np.concatenate([np.diff(np.sort(one)) for one in groups])
+    return float(f"{np.median(steps[steps > 0]):.6g}") if (steps > 0).any() else 0.0
 
 
 def _sound_hz(path: Path, rate: int | None, seconds: float | None) -> int:
@@ -104,18 +162,34 @@ def train_table(only: list[str] | None, freeze: str | None) -> dict[str, Any]:
     return given
 
 
-def wanted_outputs(task: str, outputs: str | None, loss: str | None) -> tuple[str, ...] | None:
-    """The outputs that the options of ``init`` name; empty for those of the file, None for classes. Raises
+def wanted_outputs(
+    task: str, outputs: str | None, loss: str | None, labels: str | None = None, normal: str | None = None,
+    per_day: float | None = None,
+) -> tuple[str, ...] | None:
+    """The outputs or labels that the options of ``init`` name; empty for those of the file, None for classes. Raises
     ConfigError."""
     if task not in TASKS:
         raise ConfigError(f"'{task[:40]}' is not a task", where="--task", expected=" or ".join(TASKS))
+    if (normal is not None or per_day is not None) and task != anomaly.KIND:
+        raise ConfigError("--normal and --false-alarms are for anomalies", hint=f"--task {anomaly.KIND}")
+    if labels is not None and task != LABELS:
+        raise ConfigError("--labels are those of which a sample has any number", hint=f"--task {LABELS}")
     if task != KIND:
         if outputs is not None or loss is not None:
             raise ConfigError("--outputs and --loss are for numbers to predict", hint=f"--task {KIND}")
-        return None
+        return None if task != LABELS else _named(labels)
     if loss is not None and loss not in LOSSES:
         raise ConfigError(f"'{loss[:40]}' is not a loss", where="--loss", expected=" or ".join(LOSSES))
-    return tuple(name.strip() for name in outputs.split(",")) if outputs else ()
+    return _named(outputs)
+
+
+def wanted_normal(task: str, normal: str | None) -> tuple[str, ...] | None:
+    """The labels of quiet samples that ``--normal`` names; None for another task."""
+    return _named(normal) if task == anomaly.KIND else None
+
+
+def _named(names: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",")) if names else ()
 
 
 def wants_trial(data: str, model: str | None, trial: bool | None) -> bool:
@@ -130,21 +204,28 @@ def _is_named(data: str) -> bool:
 def fleet_toml(
     samples: Samples, name: str, method: str, model: str | None, *, rounds: int, seed: int,
     spec: InputSpec | None = None, model_options: Mapping[str, Any] | None = None, codec: str | None = None,
-    train: Mapping[str, Any] | None = None, backbone: Backbone | None = None, loss: str | None = None, **fleet: Any,
+    train: Mapping[str, Any] | None = None, backbone: Backbone | None = None, loss: str | None = None,
+    labels: bool = False, quiet: Anomaly | None = None, **fleet: Any,
 ) -> str:  # fmt: skip
     """The content of fleet.toml for these samples, which need class names, or outputs. model: default by shape. spec:
     the model's input; by default the samples as they are. backbone: it computes this input from raw samples. codec: as
-    in ``codec_catalogue.chosen``. train: keys of its table ``train``. loss: of numbers; default huber. fleet: further
-    keys of ``fleet``."""
-    task = Regression.of(samples.outputs, samples.y, loss or LOSSES[0]) if samples.outputs else None
+    in ``codec_catalogue.chosen``. train: keys of its table ``train``. loss: of numbers; default huber. labels: the
+    samples' outputs are labels. quiet: the task of quiet samples. fleet: further keys of ``fleet``."""
+    task: Task | None = quiet
+    if samples.outputs:
+        task = MultiLabel(samples.outputs) if labels else Regression.of(samples.outputs, samples.y, loss or LOSSES[0])
     hyper = method_catalogue.named(method).hyper()
+    if quiet is not None:
+        model_options = model_options or (REPEATING_OPTIONS if model in (None, REPEATING) else None)
+        model = model or REPEATING
+        hyper = hyper if method_catalogue.named(method).personalizer == "moreau" else _repeating(hyper)
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(
         {
             "fleet": {"name": name, "method": method, "rounds": rounds, "seed": seed, **fleet},
             "model": {
                 "name": chosen,
-                "classes": list(samples.classes or ()),
+                "classes": [] if quiet else list(samples.classes or ()),
                 "input": _input(spec or model_input.plain(samples.x)),
                 **({"options": dict(model_options)} if model_options else {}),
                 **({"task": schema.plain(task)} if task else {}),
@@ -155,6 +236,13 @@ def fleet_toml(
             "hyper": schema.plain(hyper),
         }
     )
+
+
+def _repeating(hyper: Any) -> Any:
+    """Hyper-parameters with the rates of models that repeat samples."""
+    without = () if getattr(hyper, "finetune_steps", 0) else ("finetune_lr",)
+    known = {f.name for f in fields(hyper)}.difference(without)
+    return replace(hyper, **{name: rate for name, rate in REPEATING_RATES.items() if name in known})
 
 
 def _input(spec: InputSpec) -> dict[str, Any]:

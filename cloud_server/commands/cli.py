@@ -90,13 +90,22 @@ def demo(
 def init(
     fleet: FLEET,
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples that define shape and classes.")] = None,
-    task: Annotated[str, typer.Option(metavar="classes|regression", help="What the model answers: a class, or one or "
-                                      "several numbers.")] = "classes",
+    task: Annotated[str, typer.Option(metavar="classes|regression|multi-label|anomaly", help="What the model "
+                                      "answers: a class, one or several numbers, any number of labels, or how unlike "
+                                      "quiet samples a sample is.")] = "classes",
     outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
                                                 "numbers, which are columns of a table; default: the file's, or "
                                                 "target.")] = None,
     loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default huber.")]
     = None,
+    labels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task multi-label: names of the "
+                                               "labels, which are columns of 0 and 1 of a table; default: the "
+                                               "file's.")] = None,
+    normal: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task anomaly: labels of quiet "
+                                               "samples; samples without labels are quiet.")] = None,
+    per_day: Annotated[float | None, typer.Option("--false-alarms", min=1e-6, metavar="A DAY", help="With --task "
+                                                  "anomaly: wanted false alarms a day of a device; default: 1 % of "
+                                                  "quiet samples.")] = None,
     window: WINDOW = None,
     stride: STRIDE = None,
     size: SIZE = None,
@@ -105,7 +114,7 @@ def init(
     seconds: SECONDS = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
     method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto; for "
-                                                    "numbers fedavg-meta.")] = None,
+                                                    "numbers, labels and anomalies fedavg-meta.")] = None,
     codec: CODEC = None,
     only: Annotated[list[str] | None, typer.Option("--train", metavar="PATTERN", help="Arrays that devices train and "
                                                    "send, such as 'head.*'; may be repeated; default: all.")] = None,
@@ -134,24 +143,29 @@ def init(
     from cloud_server.choices import first_settings
     from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
+    from fleet_core.tasks.labels import KIND as MULTI_LABEL
+    from fleet_core.tasks.task import told
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
-             "--seconds": seconds, "--outputs": outputs, "--loss": loss, "--codec": codec, "--train": only or None,
-             "--freeze": freeze, "--backbone": backbone, "--backbone-output": backbone_output,
+             "--seconds": seconds, "--outputs": outputs, "--loss": loss, "--labels": labels, "--codec": codec,
+             "--normal": normal, "--false-alarms": per_day,
+             "--train": only or None, "--freeze": freeze, "--backbone": backbone, "--backbone-output": backbone_output,
              "--backbone-build": backbone_build}
     unused = [option for option, value in given.items() if value is not None]
     if data is None and unused:
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
-        names = first_settings.wanted_outputs(task, outputs, loss)
+        names = first_settings.wanted_outputs(task, outputs, loss, labels, normal, per_day)
+        quiet = first_settings.wanted_normal(task, normal)
         cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds,
-               "outputs": names}
-        text = _first_fleet_toml(fleet, data, cut, name, method or (DEFAULT_METHOD if names is None else OF_NUMBERS),
+               "outputs": names, "labels": task == MULTI_LABEL, "normal": quiet}
+        default = DEFAULT_METHOD if names is None and quiet is None else OF_NUMBERS
+        text = _first_fleet_toml(fleet, data, cut, name, method or default,
                                  model, rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
                                  first_settings.train_table(only, freeze), loss,
-                                 backbones.Wanted(backbone, backbone_output, backbone_build, backbone_int8))
+                                 backbones.Wanted(backbone, backbone_output, backbone_build, backbone_int8), per_day)
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
     if encrypt_keys:
         from cloud_server.records import key_files
@@ -159,8 +173,7 @@ def init(
         key_files.encrypt(fleet)
     audit_log.done(fleet, "init")
     section = made.config.model
-    answers = f"classes {', '.join(section.classes)}" if section.task is None else (
-        f"predicts {', '.join(section.task.outputs)}")
+    answers = f"classes {', '.join(section.classes)}" if section.task is None else told(section.task)
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {section.name}, {answers}")
     for remark in made.remarks():
         processes.say(remark)
@@ -172,28 +185,30 @@ def init(
 def _first_fleet_toml(
     fleet: Path, data: str, cut: dict[str, Any], name: str | None, method: str, model: str | None, rounds: int,
     seed: int, trial: bool | None, codec: str | None, train: dict[str, Any], loss: str | None, wanted: backbones.Wanted,
+    per_day: float | None = None,
 ) -> str:
-    """fleet.toml for these samples. cut: options of ``load_data``. loss: of numbers. The model is the named one, that
-    of the fleet in the folder, the winner of a trial, or the default; the first of these that exists. Raises
-    FleetError."""
-    from cloud_server.choices import method_catalogue
+    """fleet.toml for these samples. cut: options of ``load_data``. loss: of numbers. per_day: wanted false alarms. The
+    model is the named one, that of the fleet in the folder, the winner of a trial, or the default; the first of these
+    that exists. Raises FleetError."""
+    from cloud_server.choices import first_settings, method_catalogue
     from cloud_server.choices.first_settings import fleet_toml, load_data, model_for, topic_name, wants_trial
     from fleet_core.data.model_input import default_model
 
     samples, spec = load_data(data, processes.say, **cut)
     samples, spec, backbone = backbones.applied(wanted, fleet, samples, spec)
     chosen = _existing_model(fleet) if model is None else None
-    if samples.outputs and trial:
+    quiet = None if cut["normal"] is None else first_settings.anomaly_task(samples, spec, cut["normal"], per_day)
+    if (samples.outputs or quiet) and trial:
         raise ConfigError("models are tried on classes only", where="--trial",
                           hint="name a --model, or leave --trial out")
-    if chosen is None and not samples.outputs and wants_trial(data, model, trial):
+    if chosen is None and not samples.outputs and quiet is None and wants_trial(data, model, trial):
         chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed)
     return fleet_toml(
         samples, name or topic_name(fleet.resolve().name), method,
-        chosen.name if chosen else model or (default_model(spec.shape, spec.dtype) if backbone else
+        chosen.name if chosen else model or (None if quiet else default_model(spec.shape, spec.dtype) if backbone else
                                              model_for(data, samples)),
         rounds=rounds, seed=seed, spec=spec, model_options=chosen.options if chosen else None, codec=codec, train=train,
-        backbone=backbone, loss=loss,
+        backbone=backbone, loss=loss, labels=cut["labels"], quiet=quiet,
     )
 
 
@@ -273,28 +288,35 @@ def predict_command(
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.data import unlabelled
+    from fleet_core.tasks.labels import rows as label_rows
 
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
     row = enrolled_device(made, device)
-    task = made.config.model.task
-    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say,
-                        outputs=None if task is None else task.outputs)
+    x = unlabelled.load(inputs, made.config.model.sample, say=processes.say, outputs=made.config.model.outputs)
     url = broker_url(broker, made, plain)
     with fleet_certificates.as_operator(made, url) as tls:
         answer = predict.ask(made.config.fleet.name, device, x, url, timeout_s=timeout_s, tls=tls,
                              off=predict.why_off(made, row))
     if as_json:
         return terminal.show(schema.plain(answer))
+    said = f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}"
+    if answer.label_sets:
+        terminal.table(label_rows(answer.outputs, answer.label_sets, answer.probabilities),
+                       ("sample", "labels", "probabilities"))
+        return processes.say(said)
+    if answer.alarms:
+        terminal.table(answer.scored, ("sample", "score", "threshold", "alarm"))
+        return processes.say(said)
     if answer.outputs:
         terminal.table([(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)],
                        ("sample", *answer.outputs))
-        return processes.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
+        return processes.say(said)
     unknown = answer.unknown or (False,) * len(answer.labels)
     rows = [(str(n), label + " (unknown)" * unknown[n], " ".join(f"{p:.3f}" for p in row))
             for n, (label, row) in enumerate(zip(answer.labels, answer.probabilities, strict=True))]
     terminal.table(rows, ("sample", "answer", " ".join(answer.classes or made.config.model.classes)))
-    processes.say(f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}")
+    processes.say(said)
 
 
 @app.command()

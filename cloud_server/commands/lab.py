@@ -204,11 +204,12 @@ def compare(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for the page, pictures and tables.")],
     target: Annotated[
         list[float] | None,
-        typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy; may be repeated."),
+        typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy, or error of "
+                     "numbers; may be repeated."),
     ] = None,
     target_of: Annotated[
         str, typer.Option(metavar="FIGURE", help="The figure that must reach --target, over the devices that train: "
-                                                 "accuracy (mean) or macro-f1 (pooled).")
+                                                 "accuracy (mean) or macro-f1 (pooled); error of numbers.")
     ] = "accuracy",
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Compute gains over this run; default: Per-FedAvg.")
@@ -251,19 +252,30 @@ def advise(
     board: Annotated[str | None, typer.Option(help="A board profile or its file, to estimate joules.")] = None,
     codecs: Annotated[str | None, typer.Option(metavar="NAME,UP/DOWN,…", help="Codecs to try with the best method, or "
                                                "none; default: int8,int4,ternary,topk-10.")] = None,
+    task: Annotated[str, typer.Option(metavar="classes|regression", help="What the models answer: a class, or one or "
+                                      "several numbers.")] = "classes",
+    outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
+                                                "numbers.")] = None,
+    loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default "
+                                             "huber.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the runs; default: advice-DATA.")] = None,
     as_json: JSON = False,
 ) -> None:
     """Recommend a method, model and codec for these recordings, from a short comparison on them."""
     _needs_torch()
-    from cloud_server.choices import codec_catalogue
+    from cloud_server.choices import codec_catalogue, first_settings
     from cloud_server.laboratory.advise import recommendation
     from cloud_server.laboratory.advise import short_comparison as advising
+    from cloud_server.laboratory.plan import experiment as experiments
     from fleet_core.base import storage
+    from fleet_core.tasks.regression import LOSSES
 
+    _check_choice("--task", task, experiments.TASKS)
     folder = out or Path(f"advice-{Path(data).stem}")
     tried = advising.CODECS_TRIED if codecs is None else codec_catalogue.several(codecs)
-    outcome = _advice_on(advising.Options(data, budget_minutes, board, window, stride, tried), folder)
+    options = advising.Options(data, budget_minutes, board, window, stride, tried,
+                               first_settings.wanted_outputs(task, outputs, loss), loss or LOSSES[0])
+    outcome = _advice_on(options, folder)
     facts = {**recommendation.to_json(outcome.advice), "facts": outcome.facts,
              "sentences": recommendation.sentences(outcome.advice, outcome.facts)}
     storage.write_json(folder / "advice.json", facts)

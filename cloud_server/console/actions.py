@@ -107,7 +107,7 @@ def samples_of(folder: Path, given: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Samples [S, *shape] from ``values``, a list of numbers, or ``file``, base64, of the kind in ``name``. Raises
     DataError."""
     model = Fleet.load(folder).config.model
-    spec, outputs = model.sample, None if model.task is None else model.task.outputs
+    spec, outputs = model.sample, model.outputs
     if "values" in given:
         return _of_values(given["values"], spec)
     suffix = Path(str(given.get("name", ""))[-200:]).suffix.lower()

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
-from fleet_core.tasks.regression import MEASURE, text_of
+from fleet_core.tasks.regression import MEASURE
+from fleet_core.tasks.task import head_of, text_of, whole_text
 
 SHARE: dict[str, Any] = {"min": 0, "max": 1}
 AMOUNT: dict[str, Any] = {"min": 0}
+ERROR = f"{MEASURE} in deviations"
+"""The one error of all outputs by which models that predict numbers are compared (``Regression.distance``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,8 @@ class Score:
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
     """A score of a task without classes, of one device or pooled. task: its kind. samples: evaluated ones. measures:
-    measure -> output -> value, as ``regression.measures``; what is not defined is left out. method: as in ``Score``."""
+    measure -> output -> value, as ``tasks.task.measures_of``; what is not defined is left out. method: as in
+    ``Score``."""
 
     task: str
     samples: int = field(metadata=AMOUNT)
@@ -38,14 +42,23 @@ class TaskScore:
 
     @property
     def text(self) -> str:
-        """The first measure for people: ``MAE speed 1.25, load 0.031``."""
-        return f"{MEASURE} {text_of(self.measures.get('mae', {}))}"
+        """The measure of listings: ``MAE speed 1.25, load 0.031`` or ``micro-F1 0.912``."""
+        return f"{self.head} {self.short_text}"
+
+    @property
+    def head(self) -> str:
+        """The name of that measure."""
+        return head_of(self.task)
+
+    @property
+    def short_text(self) -> str:
+        """``text`` without the measure's name."""
+        return text_of(self.task, self.measures)
 
     @property
     def whole_text(self) -> str:
         """All measures: ``MAE speed 1.25, load 0.031; R² speed 0.950, load 0.812``."""
-        r2 = ", ".join(f"{name} {value:.3f}" for name, value in self.measures.get("r2", {}).items())
-        return self.text + (f"; R² {r2}" if r2 else "")
+        return whole_text(self.task, self.measures)
 
 
 def confusion_accuracy(confusion: Sequence[Sequence[int]]) -> float | None:

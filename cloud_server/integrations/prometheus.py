@@ -97,6 +97,10 @@ def _of_evaluations(ledger: Ledger) -> Iterator[Metric]:
     for name, about, measure in (
         ("metafleet_device_mean_absolute_error", "On the device's own test samples, in the output's unit.", "mae"),
         ("metafleet_device_r_squared", "R² on the device's own test samples.", "r2"),
+        ("metafleet_device_label_f1_ratio", "F1 of each label on the device's own test samples.", "f1"),
+        ("metafleet_device_micro_f1_ratio", "F1 of all labels together on the device's own test samples.", "micro_f1"),
+        ("metafleet_device_alarms_ratio", "Share of its own test samples that raise an alarm.", "alarms"),
+        ("metafleet_device_auroc", "Chance that an anomaly has a higher score than a quiet sample.", "auroc"),
     ):
         yield _family(GaugeMetricFamily(name, about, labels=["device", "stage", "output"]),
                       (((*key, output), value) for key, score in scores.items() if score is not None

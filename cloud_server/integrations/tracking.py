@@ -141,10 +141,12 @@ class RunSource:
 
 def _of_row(row: Mapping[str, Any]) -> Figures:
     accuracy, before = row.get("accuracy", {}), row.get("before", {}).get("accuracy", {})
+    error = row.get("error", {})
     return _known({
         "loss": row.get("loss"), "accuracy/before": before.get("mean"), "accuracy/after": accuracy.get("mean"),
-        "accuracy/worst": accuracy.get("worst"), "bytes/up": row.get("payload_bytes", {}).get("up"),
-        "bytes/down": row.get("payload_bytes", {}).get("down"), "joules": row.get("energy_j", {}).get("value"),
+        "accuracy/worst": accuracy.get("worst"), "error/mean": error.get("mean"), "error/worst": error.get("worst"),
+        "bytes/up": row.get("payload_bytes", {}).get("up"), "bytes/down": row.get("payload_bytes", {}).get("down"),
+        "joules": row.get("energy_j", {}).get("value"),
     })
 
 

@@ -46,6 +46,7 @@ from fleet_core.privacy import settings as privacy
 from fleet_core.protocol.signing import Signer, load_public
 from fleet_core.robust import settings as robust
 from fleet_core.robust.screening import Screening
+from fleet_core.tasks.labels import MultiLabel
 
 if TYPE_CHECKING:
     from fleet_core.data.samples import Samples
@@ -209,7 +210,8 @@ class Fleet:
 
         raw = layout.sample
         found = samples.load(path, classes=layout.classes or None, dtype=raw.dtype, shape=raw.shape, fit=raw.fit,
-                             sound_hz=raw.sound_hz, outputs=layout.outputs)
+                             sound_hz=raw.sound_hz, outputs=layout.outputs,
+                             labels=isinstance(layout.task, MultiLabel))
         if layout.backbone is None:
             return found
         from fleet_core.backbone.features import of_file

@@ -14,7 +14,8 @@ from fleet_core.model.layout import Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 from fleet_core.robust.settings import RobustSection
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.task import VARIANTS, Task
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
 SERVE_MIN_CHANGE = 0.001
@@ -63,12 +64,17 @@ class ModelSection:
     classes: tuple[str, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
     backbone: Backbone | None = field(default=None, metadata={"sparse": True})
-    task: Regression | None = field(default=None, metadata={"sparse": True})
+    task: Task | None = field(default=None, metadata={"sparse": True, "variants": VARIANTS})
 
     @property
     def sample(self) -> InputSpec:
         """The form of a raw sample, as users send it."""
         return self.input if self.backbone is None else self.backbone.input
+
+    @property
+    def outputs(self) -> tuple[str, ...] | None:
+        """Names of the targets, as readers of samples take them; None for samples without targets."""
+        return None if self.task is None or isinstance(self.task, Anomaly) else self.task.outputs
 
 
 @dataclass(frozen=True)

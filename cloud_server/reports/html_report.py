@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate
 from typing import Any
@@ -34,12 +34,24 @@ from cloud_server.results import result as results
 from cloud_server.results.result import Personalization, Pooled, Result, RoundFigures
 from cloud_server.results.verdict import compared
 from fleet_core.power.meter import WORKING
+from fleet_core.tasks import anomaly, labels, regression
+from fleet_core.tasks.task import OVERALL
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
 COUNTERS_NOTE = (
     '<p class="note">Three counters, none an estimate of another: encoded models and updates; '
     "what went through the MQTT sockets; what TCP and IP made of it on the wire.</p>"
 )
+ABOUT = {
+    regression.KIND: "Mean absolute error in the unit of each output, lower is better; R² is the share of the targets' "
+    "variance that the answers explain, 1 at best.",
+    labels.KIND: "F1 of each label, where some sample carries it or some answer names it; micro: of the counts of all "
+    "labels together; macro: the mean over labels; exact match: the share of samples with all labels right.",
+    anomaly.KIND: "Alarms: the share of samples above the device's own threshold, false alarms if they are quiet; the "
+    "score is the mean squared difference from the model's repetition; AUROC: the chance that an anomaly has a higher "
+    "score than a quiet sample of its device.",
+}
+"""What the measures of a task are."""
 UNPRICED = Pricing()
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
@@ -111,7 +123,7 @@ def _evaluated_card(title: str, evaluated: Pooled | None) -> str:
 def _task_card(scores: Mapping[str, TaskScore]) -> str:
     """The pooled measure of a fleet without classes, after personalization if there is one."""
     stage, score = list(scores.items())[-1]
-    return card("Error, all evaluated devices", escape(score.text), stage_text(stage, score.method))
+    return card(f"{score.head}, all evaluated devices", escape(score.short_text), stage_text(stage, score.method))
 
 
 def _figure(text: str) -> str:
@@ -174,16 +186,39 @@ def _task(run: Result) -> str:
     groups = [(p.device + " (new)" * p.new, p.task) for p in run.personalization]
     groups += [("All, pooled", run.task), ("New, pooled", run.task_new_devices)]
     rows = [
-        (name, stage_text(stage, score.method), output, f"{mae:.4g}",
-         share_text(score.measures.get("r2", {}).get(output)), str(score.samples))
-        for name, scores in groups for stage, score in (scores or {}).items()
-        for output, mae in score.measures.get("mae", {}).items()
+        (name, stage_text(stage, score.method), *cells, str(score.samples))
+        for name, scores in groups for stage, score in (scores or {}).items() for cells in _measures(score)
     ]
-    note = ('<p class="note">Mean absolute error in the unit of each output, lower is better; R² is the share of the '
-            "targets' variance that the answers explain, 1 at best. Of each device on its own test samples; pooled: of "
-            "all test samples together.</p>")
-    heads = ("device", "stage", "output", "MAE", "R²", "test samples")
-    return f"<h2>What personalization brought</h2>{note}{text_table(heads, rows)}"
+    kinds = {score.task for scores in (run.task or {}, run.task_new_devices or {}) for score in scores.values()}
+    about = "".join(ABOUT.get(kind, "") for kind in sorted(kinds))
+    note = (f'<p class="note">{about} Of each device on its own test samples; pooled: of all test samples '
+            "together.</p>")
+    return f"<h2>What personalization brought</h2>{note}" + text_table(
+        ("device", "stage", *_heads(kinds), "test samples"), rows)
+
+
+def _heads(kinds: Collection[str]) -> tuple[str, ...]:
+    """Of the cells of ``_measures``."""
+    if anomaly.KIND in kinds:
+        return "samples", "alarms", "mean score", "AUROC"
+    return ("of", "micro-F1", "macro-F1", "exact match", "F1") if labels.KIND in kinds else ("output", "MAE", "R²")
+
+
+def _measures(score: TaskScore) -> Iterator[tuple[str, ...]]:
+    """The cells of each output, and of labels first those of all together."""
+    of = score.measures
+    if score.task == anomaly.KIND:
+        auroc = share_text(of.get("auroc", {}).get("all"))
+        for name, share in of.get("alarms", {}).items():
+            yield name, f"{share:.4f}", f"{of['score'][name]:.4g}", auroc if name == anomaly.ANOMALY else ABSENT
+        return
+    if score.task != labels.KIND:
+        for output, mae in of.get("mae", {}).items():
+            yield output, f"{mae:.4g}", share_text(of.get("r2", {}).get(output))
+        return
+    yield "all labels", *(share_text(of.get(key, {}).get("all")) for key in OVERALL), ABSENT
+    for output, f1 in of.get("f1", {}).items():
+        yield output, *(ABSENT for _ in OVERALL), share_text(f1)
 
 
 def _device_name(device: Personalization) -> str:
@@ -210,12 +245,10 @@ def _curves(run: Result) -> str:
 
 
 def _task_table(rounds: Sequence[RoundFigures]) -> str:
-    """MAE and R² of the devices that train, by round and output."""
-    rows = [
-        (str(r.round), output, f"{mae:.4g}", share_text(r.task.measures.get("r2", {}).get(output)))
-        for r in rounds if r.task for output, mae in r.task.measures.get("mae", {}).items()
-    ]
-    return text_table(("round", "output", "MAE", "R²"), rows) if rows else ""
+    """The measures of the devices that train, by round and output."""
+    scores = [(r.round, r.task) for r in rounds if r.task]
+    rows = [(str(number), *cells) for number, score in scores for cells in _measures(score)]
+    return text_table(("round", *_heads({score.task for _, score in scores})), rows) if rows else ""
 
 
 def _accuracy_chart(rounds: Sequence[RoundFigures]) -> str:

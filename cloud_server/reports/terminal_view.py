@@ -33,9 +33,8 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
 from cloud_server.reports import array_tables, codec_tables, cost_tables
-from cloud_server.results.result import Result, RoundFigures, Sums, round_figures, task_score
+from cloud_server.results.result import Result, RoundFigures, Sums, latest_of_task, round_figures, task_score
 from fleet_core.power.meter import WORKING
-from fleet_core.tasks.regression import MEASURE, text_of
 
 SHOWN_DEVICES = 20
 RECENT_ROUNDS = 5  # the remaining time is estimated from these
@@ -70,12 +69,12 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
     """Reads all devices and the rounds of ``_rounds``. This is slow: at most once a second."""
     volume, joules = ledger.volume("device"), ledger.joules("device")
     accuracy = {row.device: row.accuracy for row in ledger.each(Evaluation, stage="after")}
-    predicted = {row.device: row for row in ledger.each(TaskEvaluation, stage="after")}
+    predicted = {name: stages.get("after", stages.get("before")) for name, stages in latest_of_task(ledger).items()}
     devices = tuple(
         DeviceLine(
             name=d.name, phase=phase_of(d), accuracy=accuracy.get(d.name), energy=joules.get(d.name), new=d.new,
             payload=volume[d.name].payload if d.name in volume else None,
-            task=task_score([predicted[d.name]] if d.name in predicted else []),
+            task=task_score([row] if (row := predicted.get(d.name)) is not None else []),
         )
         for d in ledger.devices()
         if d.status == "enrolled"
@@ -91,7 +90,7 @@ def snapshot(ledger: Ledger, after: int = -1) -> Snapshot:
 def _rounds(ledger: Ledger, after: int) -> tuple[RoundFigures, ...]:
     """The closed rounds after ``after``, the recent ones for the pace, and the last evaluated one."""
     last = ledger.newest(tables.Round, status="closed")
-    newest = [ledger.newest(kind, stage="after", new=False) for kind in (Evaluation, TaskEvaluation)]
+    newest = [ledger.newest(Evaluation, stage="after", new=False), ledger.newest(TaskEvaluation, new=False)]
     evaluated = max((number for number in newest if number is not None), default=None)
     if last is None:
         return ()
@@ -151,7 +150,7 @@ class LiveView(Display):
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
         table.add_column("device")
         table.add_column("now")
-        measure = MEASURE if any(device.task for device in shown) else "accuracy"
+        measure = next((device.task.head for device in shown if device.task is not None), "accuracy")
         for heading in (measure, "up", "down", "energy"):
             table.add_column(heading, justify="right")
         for device in shown:
@@ -233,7 +232,7 @@ def _device_cells(device: DeviceLine) -> tuple[str, ...]:
     moved = device.payload
     return (
         plain_text(device.name) + (" (new)" if device.new else ""), plain_text(device.phase)[:60],
-        share_text(device.accuracy) if device.task is None else text_of(device.task.measures.get("mae", {})),
+        share_text(device.accuracy) if device.task is None else device.task.short_text,
         bytes_text(moved.up) if moved else ABSENT,
         bytes_text(moved.down) if moved else ABSENT, joules_text(device.energy),
     )  # fmt: skip

@@ -6,10 +6,10 @@ from cloud_server.figures.scores import confusion_accuracy, macro_f1
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from fleet_core.protocol.device_messages import Report
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 
 
-def record(ledger: Ledger, device: str, report: Report, task: Regression | None = None) -> None:
+def record(ledger: Ledger, device: str, report: Report, task: Task | None = None) -> None:
     """Writes the evaluations of a report, if it has any; evaluations without samples are left out. task: of a fleet
     without classes."""
     if report.evaluated_round is None:

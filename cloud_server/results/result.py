@@ -30,7 +30,7 @@ from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
-from fleet_core.tasks import regression
+from fleet_core.tasks.task import measures_of
 
 FORMAT = 1
 PACKAGES = (
@@ -195,9 +195,9 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     evaluated: dict[int, list[Evaluation]] = {}
     for row in ledger.each(Evaluation, within, stage="after", new=False):
         evaluated.setdefault(row.round, []).append(row)
-    predicted: dict[int, list[TaskEvaluation]] = {}
-    for one in ledger.each(TaskEvaluation, within, stage="after", new=False):
-        predicted.setdefault(one.round, []).append(one)
+    predicted: dict[tuple[int, str], list[TaskEvaluation]] = {}
+    for one in ledger.each(TaskEvaluation, within, new=False):
+        predicted.setdefault((one.round, one.stage), []).append(one)
     codecs, arrays = round_choices.codecs(ledger, within), round_choices.arrays(ledger, within)
     private = round_choices.privacy(ledger, within)
     figures = []
@@ -210,7 +210,8 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
             accuracy=_spread([j.accuracy for j in evaluated.get(r.round, ())]), codecs=codecs.get(r.round),
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
-            arrays=arrays.get(r.round), privacy=private.get(r.round), task=task_score(predicted.get(r.round, ())),
+            arrays=arrays.get(r.round), privacy=private.get(r.round),
+            task=task_score(predicted.get((r.round, "after"), predicted.get((r.round, "before"), []))),
         ))  # fmt: skip
     return tuple(figures)
 
@@ -347,9 +348,9 @@ def task_score(rows: Sequence[TaskEvaluation]) -> TaskScore | None:
     if not rows:
         return None
     outputs = rows[0].outputs
-    errors = regression.of_sums(outputs, [(row.samples, row.sums) for row in rows])
+    samples, measures = measures_of(rows[0].task, outputs, [(row.samples, row.sums) for row in rows])
     methods = {row.method for row in rows}
-    return TaskScore(task=rows[0].task, samples=errors.count, measures=regression.measures(outputs, errors),
+    return TaskScore(task=rows[0].task, samples=samples, measures=measures,
                      method=methods.pop() if len(methods) == 1 else None)
 
 

@@ -13,7 +13,7 @@ from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report
 from fleet_core.protocol.round_messages import WHOLE, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.secure_messages import KEYS, REVEALED, SHARES
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task, of_sums
 
 MAX_OFFER_BYTES = 1 << 26
 
@@ -154,13 +154,13 @@ class DeviceMessages:
             self._parts.messages.attest(device, Down("counted", pending.round, pending.id, ok=counted, device=device))
 
 
-def _check_sums(report: Report, device: str, task: Regression) -> None:
+def _check_sums(report: Report, device: str, task: Task) -> None:
     """Raises MessageError for evaluations that are not of this task."""
     if report.alone is not None:
         raise MessageError("a baseline of classes", where=device, expected=f"none: the fleet's task is {task.kind}")
     for one in report.evaluations:
         try:
-            task.errors(one.samples, one.sums or {})
+            of_sums(task, one.samples, one.sums or {})
         except DataError as error:
             raise MessageError(error.what, where=device, expected=error.expected) from error
 

@@ -89,6 +89,8 @@ def _local(root: Parser) -> None:
                      "default: 20")
     one.add_argument("--id", metavar="ID", help="label this sample, and ask for nothing")
     one.add_argument("--label", help="its class")
+    one.add_argument("--target", metavar="NUMBER,…", help="of a fleet that predicts numbers: the sample's, in place of "
+                     "--label")
     one.add_argument("--new-class", action="store_true",
                      help="the class may be this device's own; the fleet does not have it")
     json(one)
@@ -113,6 +115,8 @@ def _samples(group: Parser) -> None:
     one.add_argument("--label", help="the class of the samples")
     one.add_argument("--target", metavar="NUMBER,…", help="of a fleet that predicts numbers: those of all samples; "
                      "default: the file has them for each")
+    one.add_argument("--labels", metavar="NAME,…", help="of a fleet with several labels: those of all samples, or '' "
+                     "for none; default: the file has them for each")
     one.add_argument("--new-class", action="store_true",
                      help="the class is this device's own; the fleet does not have it")
     home(one)
@@ -197,7 +201,8 @@ def verify(given: Namespace) -> None:
 def review(given: Namespace) -> None:
     from edge_agent.commands import review as reviewing
 
-    reviewing.review(given.home, given.limit, given.id, given.label, new_class=given.new_class, as_json=given.as_json)
+    reviewing.review(given.home, given.limit, given.id, given.label, target=given.target, new_class=given.new_class,
+                     as_json=given.as_json)
 
 
 def sources(given: Namespace) -> None:
@@ -209,7 +214,8 @@ def sources(given: Namespace) -> None:
 def add(given: Namespace) -> None:
     from edge_agent.commands import device_commands
 
-    device_commands.add(given.file, given.label, given.home, new_class=given.new_class, target=given.target)
+    device_commands.add(given.file, given.label, given.home, new_class=given.new_class, target=given.target,
+                        labels=given.labels)
 
 
 def list_samples(given: Namespace) -> None:

@@ -24,7 +24,10 @@ from fleet_core.base.errors import CodecError, ConfigError, DataError, StateErro
 from fleet_core.board.device_settings import Personalize, Settings, settings_of
 from fleet_core.data import samples, unlabelled
 from fleet_core.protocol.device_messages import Answer
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks import labels as labels_table
+from fleet_core.tasks.anomaly import NO_THRESHOLD, QUIET, Anomaly
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.task import Task
 
 
 def status(home: Path, as_json: bool) -> None:
@@ -148,7 +151,8 @@ def _choice(
     if by is None and steps is None and rate is None and int8 is None:
         return None
     kept_int8 = now.int8 and by not in ("adapt", "none")
-    options = {"by": by or now.by, "steps": steps, "rate": rate, "int8": kept_int8 if int8 is None else int8}
+    options = {"by": by or now.by, "steps": steps, "rate": rate, "int8": kept_int8 if int8 is None else int8,
+               "frequent": now.frequent and by in (None, now.by, "proto")}
     choice, problems = schema.read(Personalize, options)
     if choice is None:
         raise ConfigError("; ".join(f"--{problem}" for problem in problems))
@@ -174,6 +178,15 @@ def predict(inputs: Path, home: Path, as_json: bool) -> None:
     classes = answer.classes or service.layout.classes
     if as_json:
         return terminal.show(schema.plain(answer))
+    if answer.label_sets:
+        found = labels_table.rows(answer.outputs, answer.label_sets, answer.probabilities)
+        terminal.table(found, ("sample", "labels", "probabilities"))
+        return _say_model(answer)
+    if answer.alarms:
+        terminal.table(answer.scored, ("sample", "score", "threshold", "alarm"))
+        return _say_model(answer)
+    if isinstance(layout.task, Anomaly):
+        processes.say(NO_THRESHOLD)
     if answer.outputs:
         numbers = [(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)]
         terminal.table(numbers, ("sample", *answer.outputs))
@@ -217,19 +230,24 @@ def _explained_mismatch(home: Path) -> Iterator[None]:
         ) from error
 
 
-def add(file: Path, label: str | None, home: Path, *, new_class: bool, target: str | None = None) -> None:
-    """Adds samples with their class, or with targets; the next personalization uses them. target: numbers for all of
-    them; None: the file has some for each. Raises ConfigError, DataError, StateError."""
+def add(
+    file: Path, label: str | None, home: Path, *, new_class: bool, target: str | None = None, labels: str | None = None
+) -> None:
+    """Adds samples with their class, with targets or with any number of labels; the next personalization uses them.
+    target, labels: of all of them; None: the file has them for each. Raises ConfigError, DataError, StateError."""
     from edge_agent.inference import relearn
 
     settings = settings_of(home)
     service = service_of(home, settings)
     service.known_classes()
     task = service.layout.task
+    if isinstance(task, Anomaly):
+        return _add_quiet(file, label or QUIET, service, settings.data.stride)
     if task is not None and label is None:
-        return _add_targets(file, target, service, task, settings.data.stride)
-    if label is None or target is not None:
-        raise ConfigError("this fleet has classes, not numbers to predict" if target else "the samples have no class",
+        return _add_targets(file, _truths(target, labels, service, task), service, task, settings.data.stride)
+    if label is None or target is not None or labels is not None:
+        has = "classes, not numbers to predict" if target else "one class for each sample, not several labels"
+        raise ConfigError(f"this fleet has {has}" if target or labels else "the samples have no class",
                           expected="--label CLASS")
     relearn.check_labels(service, [label], new=new_class)
     x = unlabelled.load(file, service.layout.sample, stride=settings.data.stride, say=processes.say)
@@ -238,40 +256,73 @@ def add(file: Path, label: str | None, home: Path, *, new_class: bool, target: s
     print(f"{len(x)} samples of class {label} added, {total} added by now")
 
 
-def _add_targets(file: Path, target: str | None, service: Service, task: Regression, stride: int | None) -> None:
+def _add_quiet(file: Path, label: str, service: Service, stride: int | None) -> None:
+    """Adds samples of a fleet that detects anomalies. label: of all of them."""
+    from edge_agent.inference import relearn
+
+    relearn.check_labels(service, [label], new=False)
+    x = unlabelled.load(file, service.layout.sample, stride=stride, say=processes.say)
+    with service.slots.writing():
+        total = service.local().add(x, [label] * len(x))
+    print(f"{len(x)} samples of {label} added, {total} added by now")
+
+
+def _truths(target: str | None, labels: str | None, service: Service, task: Task) -> np.ndarray[Any, Any] | None:
+    """The targets or labels [K] of all samples; None: the file has them for each. Raises ConfigError."""
+    from edge_agent.inference import relearn
+
+    if isinstance(task, MultiLabel):
+        if target is not None:
+            raise ConfigError("this fleet has labels, not numbers to predict", expected="--labels NAME,…")
+        return None if labels is None else relearn.checked_label_set(service, list(filter(None, labels.split(","))))
+    if labels is not None:
+        raise ConfigError("this fleet predicts numbers, not labels", expected="--target NUMBER,…")
+    return None if target is None else relearn.checked_targets(service, np.array(numbers(target)))
+
+
+def _add_targets(
+    file: Path, truths: np.ndarray[Any, Any] | None, service: Service, task: Task, stride: int | None
+) -> None:
     raw = service.layout.sample
-    if target is None:
+    if truths is None:
         given = samples.load(file, dtype=raw.dtype, shape=raw.shape, stride=stride, fit=raw.fit, sound_hz=raw.sound_hz,
-                             outputs=task.outputs)
+                             outputs=task.outputs, labels=isinstance(task, MultiLabel))
         x, y = given.x, given.y
         for note in given.notes:
             processes.say(note)
     else:
         x = unlabelled.load(file, raw, stride=stride, say=processes.say, outputs=task.outputs)
-        y = np.tile(_numbers(target, service), (len(x), 1))
+        y = np.tile(truths, (len(x), 1))
     with service.slots.writing():
         total = service.local().add_targets(x, y)
-    print(f"{len(x)} samples with {', '.join(task.outputs)} added, {total} added by now")
+    named = _named(truths, task) if isinstance(task, MultiLabel) else ", ".join(task.outputs)
+    print(f"{len(x)} samples with {named} added, {total} added by now")
 
 
-def _numbers(target: str, service: Service) -> np.ndarray[Any, Any]:
-    """[K]. Raises ConfigError unless ``target`` is a finite number for each output."""
-    from edge_agent.inference import relearn
+def _named(truths: np.ndarray[Any, Any] | None, task: MultiLabel) -> str:
+    """The labels of added samples, for people."""
+    if truths is None:
+        return "their labels"
+    return ", ".join(task.chosen(truths.tolist())) or "none of the labels"
 
+
+def numbers(target: str) -> list[float]:
+    """The numbers of ``1.5,20``. Raises ConfigError."""
     try:
-        found = np.array([float(part) for part in target.split(",")])
+        return [float(part) for part in target.split(",")]
     except ValueError as error:
         raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
-    return relearn.checked_targets(service, found)
 
 
 def list_samples(home: Path, as_json: bool) -> None:
-    """Prints the number of samples, of each class if there are any: recorded, held back, added."""
+    """Prints the number of samples, of each class or label if there are any: recorded, held back, added."""
     service = service_of(home, settings_of(home))
     service.known_classes()
     counts = service.local().counts(processes.say)
-    begin = 0 if service.layout.task is None else 1  # samples with targets have no classes
-    names, rows = ("class", "recorded", "held_back", "added")[begin:], [row[begin:] for row in counts]
+    task = service.layout.task
+    of = "label" if isinstance(task, MultiLabel) else "class" if service.local().labels else ""
+    begin = 0 if of else 1  # samples with targets have neither
+    names, rows = (of, "recorded", "held_back", "added")[begin:], [row[begin:] for row in counts]
     if as_json:
         return terminal.show([dict(zip(names, row, strict=True)) for row in rows])
     terminal.table([tuple(map(str, row)) for row in rows], tuple(name.replace("_", " ") for name in names))

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.power.choose_meter import choose_meter
 from fleet_core.power.meter import Meter
 from fleet_core.protocol.device_messages import Evaluation
+from fleet_core.tasks.task import Measures, of_sums
 
 if TYPE_CHECKING:
     from edge_agent.http.metrics import Figures
@@ -181,15 +182,15 @@ def figures_of(agent: Agent) -> Figures:
         energy=agent.accounts.energy(), flops=agent.accounts.flops, round=None if manifest is None else manifest.round,
         served_round=None if answering is None else answering.round,
         accuracy={one.stage: share for one in agent.evaluations if (share := _accuracy(one.confusion)) is not None},
-        errors={one.stage: _errors(one, answering) for one in agent.evaluations if one.sums is not None},
+        measures={one.stage: _measures(one, answering) for one in agent.evaluations if one.sums is not None},
         answered=service.answered, last_answer_s=service.last_answer_s,
     )
 
 
-def _errors(one: Evaluation, answering: Answering | None) -> Mapping[str, float]:
-    """Mean absolute errors by output."""
+def _measures(one: Evaluation, answering: Answering | None) -> Measures:
+    """The task's measures by output."""
     task = None if answering is None else answering.layout.task
-    return {} if task is None else task.figures(task.errors(one.samples, one.sums or {})).get("mae", {})
+    return {} if task is None else of_sums(task, one.samples, one.sums or {}).figures
 
 
 def _accuracy(confusion: Sequence[Sequence[int]]) -> float | None:

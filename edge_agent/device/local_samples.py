@@ -22,7 +22,9 @@ from fleet_core.data import samples, time_split
 from fleet_core.data.prepare import prepared
 from fleet_core.data.samples import Samples
 from fleet_core.model.layout import Layout
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.anomaly import LABELS, Anomaly
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.task import Task
 
 if TYPE_CHECKING:
     from fleet_core.backbone.features import Features
@@ -85,7 +87,7 @@ class LocalData:
     fit: str = "refuse"
     sound_hz: int = 0
     features: Features | None = None
-    task: Regression | None = None
+    task: Task | None = None
 
     @staticmethod
     def of(home: Path, file: str, layout: Layout, table: Mapping[str, Any]) -> LocalData:
@@ -103,6 +105,16 @@ class LocalData:
     @property
     def added_path(self) -> Path:
         return self.path.with_name(ADDED)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The fleet's classes, or the labels of samples of a fleet that detects anomalies."""
+        return LABELS if isinstance(self.task, Anomaly) else self.classes
+
+    @property
+    def normal(self) -> tuple[str, ...] | None:
+        """As ``Layout.normal``."""
+        return self.task.normal if isinstance(self.task, Anomaly) else None
 
     def names(self) -> tuple[str, ...]:
         """The fleet's classes, then the device's own."""
@@ -122,7 +134,8 @@ class LocalData:
         return Samples(own.x, own.y, classes=self.classes, notes=own.notes)
 
     def every(self) -> Samples:
-        """The samples of all classes to learn from, the device's own included. Raises DataError if there are none."""
+        """The samples of all classes to learn from, the device's own included; of a fleet that detects anomalies the
+        quiet ones. Raises DataError if there are none."""
         recorded = self._recorded()[0] if self.path.exists() else None
         added, names = self._load_added()
         parts = [part for part in (recorded, added) if part is not None]
@@ -130,12 +143,22 @@ class LocalData:
             raise DataError("there are no samples yet", where=str(self.path), hint=self._hint_without_samples())
         x = np.concatenate([part.x.astype(parts[0].x.dtype) for part in parts])
         y = np.concatenate([part.y for part in parts])
-        return self._as_input(Samples(x, y, classes=names or None, notes=parts[0].notes, outputs=self.outputs))
+        found = Samples(x, y, classes=names or None, notes=parts[0].notes, outputs=self.outputs)
+        return self._as_input(found) if not isinstance(self.task, Anomaly) else self._quiet(found, self.task)
+
+    def _quiet(self, found: Samples, task: Anomaly) -> Samples:
+        """The quiet samples with the targets of a model that repeats them. Raises DataError if there are none."""
+        quiet = found.take(found.y == 0)
+        if not len(quiet):
+            raise DataError("there are no quiet samples to learn from", where=str(self.path),
+                            hint="normal, under [model.task] of fleet.toml, names the labels of quiet samples")
+        x = self._as_input(quiet).x
+        return Samples(x, task.targets(len(x)), notes=found.notes, outputs=task.differences)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the targets; empty for classes."""
-        return () if self.task is None else self.task.outputs
+        return () if self.task is None or isinstance(self.task, Anomaly) else self.task.outputs
 
     def _hint_without_samples(self) -> str:
         """Names a file of samples in the same folder, if there is one."""
@@ -178,7 +201,9 @@ class LocalData:
     def _load_added(self) -> tuple[Samples | None, tuple[str, ...]]:
         """(added samples, names of all classes)."""
         if not self.added_path.exists():
-            return None, self.classes
+            return None, self.labels
+        if isinstance(self.task, Anomaly):
+            return samples.load(self.added_path, dtype=self.dtype, normal=self.task.normal), LABELS
         if self.task is not None:
             return samples.load(self.added_path, dtype=self.dtype, outputs=self.outputs), ()
         added = samples.load(self.added_path, dtype=self.dtype)
@@ -224,15 +249,20 @@ class LocalData:
         samples.save(self.added_path, Samples(kept.x, y, classes=tuple(names[k] for k in used)))
 
     def counts(self, say: Callable[[str], None] = lambda note: None) -> list[tuple[str, int, int, int]]:
-        """(class, recorded samples to learn from, recorded and held back, added) of each class, or of all samples with
-        targets. say: receives the notes of reading the recording."""
+        """(class, recorded samples to learn from, recorded and held back, added) of each class, or of each label and
+        then of all samples, or of all samples with targets. say: receives the notes of reading the recording."""
         added, names = self._load_added()
         recorded = self._recorded() if self.path.exists() else (None, None)
         for note in () if recorded[0] is None else recorded[0].notes:
             say(note)
-        if self.task is not None:
+        if self.outputs:
             numbers = [0 if part is None else len(part) for part in (*recorded, added)]
-            return [("all", numbers[0], numbers[1], numbers[2])]
+            whole = ("all samples", numbers[0], numbers[1], numbers[2])
+            if not isinstance(self.task, MultiLabel):
+                return [whole]
+            of = [[0] * len(self.outputs) if part is None else part.y.sum(0).astype(int).tolist()
+                  for part in (*recorded, added)]
+            return [*((name, of[0][k], of[1][k], of[2][k]) for k, name in enumerate(self.outputs)), whole]
         to_learn, held_back, by_hand = (
             [0] * len(names) if part is None else np.bincount(part.y, minlength=len(names)).tolist()
             for part in (*recorded, added)
@@ -253,5 +283,6 @@ class LocalData:
         everything = samples.load(
             self.path, classes=self.classes or None, dtype=self.dtype, shape=self.shape, stride=self.stride,
             fit=self.fit, sound_hz=self.sound_hz, outputs=self.outputs or None,
+            labels=isinstance(self.task, MultiLabel), normal=self.normal,
         )
         return time_split.learned(everything, self.train_fraction, self.support_seconds)

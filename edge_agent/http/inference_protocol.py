@@ -5,14 +5,16 @@ are no sockets here.
 
 One model, named as the fleet; its version is the round of the served model. One input ``x``, raw samples. Outputs:
 ``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
-classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], whose names are in the metadata. An
-answer's parameters name its round, model and personalization.
+classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], and one with several labels has
+``probabilities`` FP32 [n, K]; their names are in the metadata. A fleet that detects anomalies has ``score`` FP32 [n]
+and ``alarm`` BOOL [n]. An answer's parameters name its round, model and personalization, and the calibration error once
+it is known; the metadata say how the model does on the device's held-back samples.
 
 Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, or ``target``
-FP32 [n, K], and personalizes at once. A label that is no class is refused, unless the request's parameter
-``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label, ``GET
-/v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
-``label``.
+FP32 [n, K] or ``labels`` UINT8 [n, K], and personalizes at once. A label that is no class is refused, unless the
+request's parameter ``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label,
+``GET /v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
+``label``, or its ``target``, a list of numbers.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from fleet_core.base.errors import ConfigError, DataError, FleetError, MessageEr
 from fleet_core.link.host_names import is_ours
 from fleet_core.model.layout import InputSpec
 from fleet_core.protocol.device_messages import Answer
+from fleet_core.tasks.anomaly import NO_THRESHOLD
 
 Array = np.ndarray[Any, Any]
 
@@ -51,7 +54,8 @@ NOT_READY = "no model has been served to this device yet"
 class Facts:
     """The model that answers now. shape, dtype: of one raw sample. unknown: whether unknown classes are detected.
     graph: as in ``messages.Answer``. ready: False while the device needs its first labelled samples. spec: of the
-    model's input, if other shapes are taken too. values: names of the numbers of a fleet that predicts numbers."""
+    model's input, if other shapes are taken too. values: names of the numbers of a fleet that predicts numbers. labels:
+    names of the labels of a fleet with several. scores: the fleet detects anomalies."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -62,6 +66,23 @@ class Facts:
     ready: bool = True
     spec: InputSpec | None = None
     values: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    scores: bool = False
+
+    @property
+    def truth(self) -> dict[str, Form]:
+        """The input that holds what a labelled sample is."""
+        if self.labels:
+            return {"labels": Form("UINT8", (len(self.labels),))}
+        return {"target": Form("FP32", (len(self.values),))} if self.values else {"label": Form("BYTES")}
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What the numbers of the first output are."""
+        if self.scores:
+            return {}
+        return {"labels": self.labels} if self.labels else {"values": self.values} if self.values else {
+            "classes": self.classes}
 
 
 class Model(typing.Protocol):
@@ -76,6 +97,12 @@ class Model(typing.Protocol):
     def answer(self, x: Array) -> Answer:
         """Raises FleetError."""
 
+    def held_back(self) -> Mapping[str, Any]:
+        """The number of the device's held-back samples and how they are answered; empty without any."""
+
+    def calibration_error(self) -> float | None:
+        """On the held-back samples; None as long as they were not answered."""
+
     def learn(self, x: Array, labels: Sequence[str] | Array, *, new: bool) -> Mapping[str, Any]:
         """labels: or targets [n, K]. new: labels may name new classes of this device. Raises FleetError."""
 
@@ -85,8 +112,8 @@ class Model(typing.Protocol):
     def unlabelled_sample(self, name: str) -> Array:
         """[*shape]. Raises FleetError."""
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
-        """Labels the unlabelled sample of this id. new: as in ``learn``. Raises FleetError."""
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
+        """Labels the unlabelled sample of this id. label: or targets [K]. new: as in ``learn``. Raises FleetError."""
 
 
 @dataclass(frozen=True)
@@ -178,18 +205,14 @@ class InferenceProtocol:
     def _model_metadata(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        outputs = [
-            {"name": "probabilities", "datatype": "FP32", "shape": [-1, len(facts.classes)]},
-            {"name": "label", "datatype": "BYTES", "shape": [-1]},
-            *([{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []),
-        ] if not facts.values else [{"name": "values", "datatype": "FP32", "shape": [-1, len(facts.values)]}]
         any_size = facts.spec is not None and facts.spec.fit != "refuse"
         shape = [facts.shape[0], -1, -1] if any_size else facts.shape
         x = {"name": "x", "datatype": tensors.OF_NUMPY[facts.dtype], "shape": [-1, *shape]}
+        held_back = self._model.held_back()
         return as_json({
             "name": self._model.name, "versions": [str(facts.round)], "platform": "onnxruntime_onnx", "inputs": [x],
-            "outputs": outputs, **({"values": facts.values} if facts.values else {"classes": facts.classes}),
-            "graph": facts.graph,
+            "outputs": _described(facts), **facts.names, "graph": facts.graph,
+            **({"held_back": held_back} if held_back else {}),
         })
 
     def _facts(self) -> Facts:
@@ -210,13 +233,14 @@ class InferenceProtocol:
         parsed = self._parse(request, {"x": _form(facts)})
         answer = self._model.answer(parsed.x)
         self._check_version(version, answer.round)
-        return _response(parsed, answer, self._model.name)
+        if facts.scores and answer.threshold is None:
+            raise Refused(503, NO_THRESHOLD)
+        return _response(parsed, answer, self._model.name, self._model.calibration_error())
 
     def _samples(self, request: Request, version: str | None) -> Response:
         facts = self._facts()
         self._check_version(version, facts.round)
-        truth = {"target": Form("FP32", (len(facts.values),))} if facts.values else {"label": Form("BYTES")}
-        parsed = self._parse(request, {"x": _form(facts), **truth})
+        parsed = self._parse(request, {"x": _form(facts), **facts.truth})
         return as_json(self._model.learn(parsed.x, parsed.labels, new=parsed.new_classes))
 
     def _unlabelled(self, request: Request, version: str | None) -> Response:
@@ -231,19 +255,43 @@ class InferenceProtocol:
                         "data": x.ravel().tolist()})
 
     def _label(self, request: Request, version: str | None) -> Response:
-        self._check_version(version, self._facts().round)
+        facts = self._facts()
+        self._check_version(version, facts.round)
         with self._reading:
             body, _ = _split(request)
-        for key in ("id", "label"):
+        for key in ("id",) if facts.values else ("id", "label"):
             if not isinstance(body.get(key), str):
                 raise MessageError(f"'{key}' is {tensors.shown(body.get(key))}", expected="text")
         where = "the request's parameters"
         new = tensors.flag(tensors.parameters_of(body, where), "new_classes", False, where)
-        return as_json(self._model.label(body["id"], body["label"], new=new))
+        label = _target(body.get("target"), facts.values) if facts.values else body["label"]
+        return as_json(self._model.label(body["id"], label, new=new))
 
     def _parse(self, request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
         with self._reading:
             return parse_request(request, forms)
+
+
+def _described(facts: Facts) -> list[dict[str, Any]]:
+    """The outputs in the model's metadata."""
+    if facts.scores:
+        return [{"name": "score", "datatype": "FP32", "shape": [-1]},
+                {"name": "alarm", "datatype": "BOOL", "shape": [-1]}]
+    (of, names), = facts.names.items()
+    outputs = [{"name": "values" if of == "values" else "probabilities", "datatype": "FP32", "shape": [-1, len(names)]}]
+    if of == "classes":
+        outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
+        outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
+    return outputs
+
+
+def _target(given: Any, outputs: Sequence[str]) -> list[float]:
+    """A sample's targets. Raises MessageError."""
+    numbers = given if isinstance(given, list) else []
+    if len(numbers) != len(outputs) or not all(type(one) in (int, float) for one in numbers):
+        raise MessageError(f"'target' is {tensors.shown(given)}",
+                           expected=f"a list with a number for each of {', '.join(outputs[:20])}")
+    return numbers
 
 
 def _form(facts: Facts) -> Form:
@@ -265,7 +313,7 @@ def parse_request(request: Request, forms: Mapping[str, Form]) -> InferenceReque
     as_binary = tensors.flag(parameters, "binary_data_output", False, where)
     outputs = dict(_outputs(body.get("outputs") or [], as_binary))
     new_classes = tensors.flag(parameters, "new_classes", False, where)
-    labels = inputs.get("target", inputs.get("label", ()))
+    labels = next((inputs[name] for name in ("labels", "target", "label") if name in inputs), ())
     return InferenceRequest(request_id, inputs["x"], labels, outputs, as_binary, new_classes)
 
 
@@ -311,14 +359,23 @@ def _outputs(outputs: Any, as_binary: bool) -> Iterator[tuple[str, bool]]:
 # Responses ------------------------------------------------------------------------------------------------------------
 
 
-def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
+def _available(answer: Answer) -> dict[str, tuple[str, Sequence[int], Sequence[Any]]]:
+    """Output -> type, shape and values."""
     n, rows = answer.samples, answer.values or answer.probabilities
+    if answer.threshold is not None:
+        return {"score": ("FP32", (n,), [row[0] for row in rows]), "alarm": ("BOOL", (n,), answer.alarms)}
     numbers = "FP32", (n, len(rows[0])), list(chain.from_iterable(rows))
-    available: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = {"values": numbers} if answer.values else {
+    return {"values": numbers} if answer.values else {
         "probabilities": numbers,
-        "label": ("BYTES", (n,), answer.labels),
+        **({} if answer.label_sets else {"label": ("BYTES", (n,), answer.labels)}),
         **({"unknown": ("BOOL", (n,), answer.unknown)} if answer.unknown else {}),
     }
+
+
+def _response(
+    request: InferenceRequest, answer: Answer, name: str, calibration_error: float | None
+) -> Response:
+    available = _available(answer)
     outputs, tails = [], []
     for output, binary in (request.outputs or dict.fromkeys(available, request.binary)).items():
         if output not in available:
@@ -330,7 +387,9 @@ def _response(request: InferenceRequest, answer: Answer, name: str) -> Response:
         "model_name": name, "model_version": str(answer.round),
         **({} if request.id is None else {"id": request.id}),
         "parameters": {"round": answer.round, "model": answer.model, "personalization": answer.personalization,
-                       "graph": answer.graph},
+                       "graph": answer.graph,
+                       **({} if answer.threshold is None else {"threshold": answer.threshold}),
+                       **({} if calibration_error is None else {"calibration_error": calibration_error})},
         "outputs": outputs,
     })
     if not any("parameters" in output for output in outputs):

@@ -32,8 +32,8 @@ Sample = tuple[Mapping[str, str], float | None]
 class Figures:
     """An agent's figures. traffic, energy, usage, flops: since its start, as in ``Report``. round: of the last
     manifest. served_round: of the model that answers; None without one. accuracy: by stage, of the last evaluation on
-    the device's test samples; errors: in place of it, by stage and output, of a fleet that predicts numbers. answered:
-    samples since the start. last_answer_s: Unix time of the last answer."""
+    the device's test samples; measures: in place of it, by stage, measure and output, of a task without classes.
+    answered: samples since the start. last_answer_s: Unix time of the last answer."""
 
     fleet: str
     device: str
@@ -47,7 +47,7 @@ class Figures:
     round: int | None = None
     served_round: int | None = None
     accuracy: Mapping[str, float] | None = None
-    errors: Mapping[str, Mapping[str, float]] | None = None
+    measures: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None
     answered: int = 0
     last_answer_s: float | None = None
 
@@ -71,9 +71,14 @@ def _families(one: Figures) -> Iterator[tuple[str, str, str, Iterable[Sample]]]:
     yield "metafleet_agent_served_round", "gauge", "The round of the model that answers.", [(plain, one.served_round)]
     yield ("metafleet_agent_accuracy_ratio", "gauge", "Accuracy on the device's own test samples.",
            [({"stage": stage}, value) for stage, value in (one.accuracy or {}).items()])
-    yield ("metafleet_agent_mean_absolute_error", "gauge", "On the device's own test samples, in the output's unit.",
-           [({"stage": stage, "output": output}, value) for stage, by_output in (one.errors or {}).items()
-            for output, value in by_output.items()])
+    for name, about, measure in (
+        ("metafleet_agent_mean_absolute_error", "On the device's own test samples, in the output's unit.", "mae"),
+        ("metafleet_agent_alarms_ratio", "Share of the device's own test samples that raise an alarm.", "alarms"),
+        ("metafleet_agent_label_f1_ratio", "F1 of each label on the device's own test samples.", "f1"),
+    ):
+        yield (name, "gauge", about,
+               [({"stage": stage, "output": output}, value) for stage, found in (one.measures or {}).items()
+                for output, value in found.get(measure, {}).items()])
     yield "metafleet_agent_answered_samples_total", "counter", "Samples that were answered.", [(plain, one.answered)]
     yield ("metafleet_agent_last_answer_timestamp_seconds", "gauge", "When the agent last answered.",
            [(plain, one.last_answer_s)])

@@ -27,6 +27,8 @@ from fleet_core.board.device_settings import Settings, settings_of
 from fleet_core.link.host_names import is_loopback, of_this_machine
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Answer
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.labels import MultiLabel
 
 if TYPE_CHECKING:
     from edge_agent.inference.device_api import Device
@@ -47,8 +49,9 @@ class ServedModel:
         if now is None:
             return self._not_ready()
         spec = now.layout.sample
+        values, labels = outputs_of(now.layout)
         return Facts(tuple(spec.shape), spec.dtype, now.classes, now.round, now.detects_unknown, now.graph,
-                     spec=spec, values=outputs_of(now.layout))
+                     spec=spec, values=values, labels=labels, scores=isinstance(now.layout.task, Anomaly))
 
     def _not_ready(self) -> Facts | None:
         """The facts of a served model that cannot answer yet, perhaps because it needs labelled samples."""
@@ -58,8 +61,20 @@ class ServedModel:
             return None
         spec = served.graph.layout.sample
         classes = served.graph.layout.classes
+        values, labels = outputs_of(served.graph.layout)
         return Facts(tuple(spec.shape), spec.dtype, classes, served.weights.round, unknown=False, ready=False,
-                     spec=spec, values=outputs_of(served.graph.layout))
+                     spec=spec, values=values, labels=labels,
+                     scores=isinstance(served.graph.layout.task, Anomaly))
+
+    def held_back(self) -> Mapping[str, Any]:
+        try:
+            found = self._service.held_back()
+        except FleetError:  # the recording cannot be read; the model answers without it
+            return {}
+        return {} if found is None else {"samples": found.samples, **found.figures}
+
+    def calibration_error(self) -> float | None:
+        return self._service.calibration_error
 
     def answer(self, x: np.ndarray[Any, Any]) -> Answer:
         return self._service.answers(x)
@@ -84,18 +99,20 @@ class ServedModel:
     def unlabelled_sample(self, name: str) -> np.ndarray[Any, Any]:
         return self._device().sample(name)
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
         device = self._device()
         device.label(name, label, new_class=new)
+        labelled = {"id": name, "label" if isinstance(label, str) else "target": label}
         try:
-            return {"id": name, "label": label, "personalization": device.personalize()}
+            return {**labelled, "personalization": device.personalize()}
         except FleetError as error:
-            return {"id": name, "label": label, "counts_later": str(error).splitlines()[0]}
+            return {**labelled, "counts_later": str(error).splitlines()[0]}
 
 
-def outputs_of(layout: Layout) -> tuple[str, ...]:
-    """Names of the numbers that a model predicts; empty for classes."""
-    return () if layout.task is None else layout.task.outputs
+def outputs_of(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(names of the numbers, names of the labels) that a model answers with; empty for classes."""
+    names = layout.outputs or ()
+    return ((), names) if isinstance(layout.task, MultiLabel) else (names, ())
 
 
 def start(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> HttpServer:

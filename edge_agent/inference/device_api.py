@@ -18,9 +18,11 @@ from edge_agent.device.local_samples import LocalData
 from edge_agent.device.sample_buffer import SampleBuffer, Stored
 from edge_agent.inference import relearn
 from edge_agent.inference.service import Service, service_of
-from fleet_core.base.errors import DataError
+from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.prepare import prepared
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.regression import Regression
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -34,9 +36,11 @@ NEWEST = 1000
 class Answer:
     """The answer to one sample.
 
-    label: the most probable class. probabilities: class -> probability. values: of a fleet that predicts numbers:
-    output -> number in the user's unit; label and probabilities are then empty. unknown: whether the sample is far from
-    everything that the device knows; None if the device does not detect this. round: of the served model.
+    label: the most probable class. probabilities: class or label -> probability. labels: of a fleet with several
+    labels: those of the sample; label is then empty. values: of a fleet that predicts numbers: output -> number in the
+    user's unit; label and probabilities are then empty. unknown: whether the sample is far from
+    everything that the device knows; None if the device does not detect this. alarm, threshold: of a fleet that detects
+    anomalies, whose value is the score; None if no quiet sample is held back. round: of the served model.
     personalization: the personalizer.
     """
 
@@ -46,10 +50,15 @@ class Answer:
     round: int
     personalization: str
     values: Mapping[str, float] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    alarm: bool | None = None
+    threshold: float | None = None
 
     @property
     def certainty(self) -> float:
-        """The largest probability; 0 for numbers."""
+        """The largest probability; of several labels that of the least certain one being right; 0 for numbers."""
+        if not self.label and self.probabilities:
+            return min(max(p, 1 - p) for p in self.probabilities.values())
         return max(self.probabilities.values(), default=0.0)
 
 
@@ -69,6 +78,8 @@ class UnlabelledSample:
         facts: dict[str, Any] = {"id": self.id, "time": self.time}
         if self.answer is not None and self.answer.values:
             facts |= {"values": dict(self.answer.values)}
+        elif self.answer is not None and not self.answer.label:
+            facts |= {"labels": list(self.answer.labels), "probabilities": dict(self.answer.probabilities)}
         elif self.answer is not None:
             facts |= {"label": self.answer.label, "probabilities": dict(self.answer.probabilities),
                       "unknown": self.answer.unknown}
@@ -95,8 +106,15 @@ class Device:
         """The fleet's classes, then this device's own. Raises DataError, StateError if the samples cannot be read."""
         return self._service.local().names()
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the numbers that the fleet predicts; empty for classes."""
+        task = self._service.layout.task
+        return task.outputs if isinstance(task, Regression) else ()
+
     def add(
-        self, x: ArrayLike, label: str | float | Sequence[float] | None = None, time: float | None = None
+        self, x: ArrayLike, label: str | float | Sequence[float] | Sequence[str] | None = None,
+        time: float | None = None,
     ) -> str:
         """Stores a raw sample [*shape] and returns its id. The oldest unlabelled samples are removed when a limit of
         ``[unlabelled]`` in device.toml is passed. label: as in ``label``. time: Unix seconds; None: now.
@@ -121,9 +139,12 @@ class Device:
         self._service.follow()
         return self._answers(sample[None])[0]
 
-    def label(self, id: str, label: str | float | Sequence[float], *, new_class: bool = False) -> None:
-        """Gives an unlabelled sample its class, or in a fleet that predicts numbers its targets; the next
-        personalization learns it. new_class: ``label`` may be a new class of this device alone.
+    def label(
+        self, id: str, label: str | float | Sequence[float] | Sequence[str], *, new_class: bool = False
+    ) -> None:
+        """Gives an unlabelled sample its class, or in a fleet that predicts numbers its targets, or in one with several
+        labels a list of them, empty for none; the next personalization learns it. new_class: ``label`` may be a new
+        class of this device alone.
 
         Raises ConfigError for an unknown label, DataError if no unlabelled sample has this id (it has a label already,
         or was removed by a limit), StateError.
@@ -138,13 +159,18 @@ class Device:
                 store(local, self._sample(stored.x)[None])
 
     def _storing(
-        self, label: str | float | Sequence[float], *, new: bool
+        self, label: str | float | Sequence[float] | Sequence[str], *, new: bool
     ) -> Callable[[LocalData, np.ndarray[Any, Any]], int]:
         """What stores a sample with this class, or these targets. Raises ConfigError."""
         if isinstance(label, str):
             relearn.check_labels(self._service, [label], new=new)
             return lambda local, x: local.add(x, [label])
-        y = relearn.checked_targets(self._service, np.atleast_1d(np.asarray(label, np.float64)))
+        if isinstance(self._service.layout.task, MultiLabel) or _names(label):
+            if not isinstance(label, Sequence) or not all(isinstance(name, str) for name in label):
+                raise ConfigError(f"the labels are {label}"[:200], expected="a list of names, empty for none")
+            y = relearn.checked_label_set(self._service, [str(name) for name in label])
+        else:
+            y = relearn.checked_targets(self._service, np.atleast_1d(np.asarray(label, np.float64)))
         return lambda local, x: local.add_targets(x, y[None])
 
     def sample(self, id: str) -> np.ndarray[Any, Any]:
@@ -181,6 +207,16 @@ class Device:
     def _answers(self, x: np.ndarray[Any, Any], *, again: bool = False) -> list[Answer]:
         """The answers to samples [n, *shape]. again: as in ``Service.answers``."""
         answer = self._service.answers(x, again=again)
+        if answer.label_sets:
+            return [
+                Answer("", dict(zip(answer.outputs, row, strict=True)), None, answer.round, answer.personalization,
+                       labels=labels)
+                for labels, row in zip(answer.label_sets, answer.probabilities, strict=True)
+            ]
+        if answer.alarms:
+            return [Answer("", {}, None, answer.round, answer.personalization,
+                           dict(zip(answer.outputs, row, strict=True)), alarm=alarm, threshold=answer.threshold)
+                    for row, alarm in zip(answer.values, answer.alarms, strict=True)]
         if answer.outputs:
             return [Answer("", {}, None, answer.round, answer.personalization,
                            dict(zip(answer.outputs, row, strict=True))) for row in answer.values]
@@ -215,3 +251,8 @@ class Device:
         if not np.isfinite(sample).all():
             raise DataError("the sample holds a value that is not finite")
         return sample
+
+
+def _names(label: Any) -> bool:
+    """Whether these are names, and no numbers."""
+    return isinstance(label, Sequence) and any(isinstance(name, str) for name in label)

@@ -30,13 +30,16 @@ from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import StateError
 from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
-from fleet_core.model.layout import MODEL_GROUPS
+from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.personalization.drift import NAMES, Reference
-from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.linear_head import Head, LabelHead
 from fleet_core.personalization.mixture import Mixture
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.personalization.ridge_head import RidgeHead
 from fleet_core.personalization.unknown_class import Thresholds
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.task import Task
 
 if TYPE_CHECKING:
     from fleet_core.personalization.gaussian_process import Processes
@@ -117,7 +120,7 @@ def from_samples(
     quantile: float, int8: bytes = b"",
 ) -> Personalization:
     """A personalization by class means, a fitted head, neighbours or Gaussian processes, from raw samples; for a task
-    by a ridge head; or by a mixture of ``plan.candidates``, with its figures in ``settings["auto"]``.
+    by its head; or by a mixture of ``plan.candidates``, with its figures in ``settings["auto"]``.
 
     cached: an earlier personalization, whose embeddings are reused if the same encoder made them. quantile: sets
     the threshold for unknown samples. int8: the quantized encoder, used in place of the graph's.
@@ -125,13 +128,13 @@ def from_samples(
     """
     encoder = open_encoder(graph, weights, int8)
     same_encoder = cached is not None and (cached.model, cached.int8) == (weights.model, bool(int8))
-    support = Support.of(
-        encoder.run, samples.x, samples.y, cached.support if cached is not None and same_encoder else None
-    )
+    y = np.zeros(len(samples), np.int64) if isinstance(graph.layout.task, Anomaly) else samples.y
+    support = Support.of(encoder.run, samples.x, y, cached.support if cached is not None and same_encoder else None)
     if graph.layout.task is not None:
-        ridge = RidgeHead.fit(support.z, graph.layout.truths(support.y))
-        arrays = {**support.arrays(), "weight": ridge.weight, "bias": ridge.bias}
-        about = {"decay": ridge.decay, "int8": bool(int8)}
+        truths = _truths(graph.layout, samples.x, support.y)
+        head = _head_of_task(graph.layout.task, support.z, truths, plan.steps)
+        arrays = {**support.arrays(), "weight": head.weight, "bias": head.bias}
+        about = {"int8": bool(int8), **({"decay": head.decay} if isinstance(head, RidgeHead) else {})}
         return Personalization("head", weights.model, weights.round, (), arrays, about)
     classes = samples.classes or graph.layout.classes
     plans, head_SN = plan.candidates or (plan,), np.zeros((len(samples.y), len(classes)), np.float32)
@@ -143,6 +146,22 @@ def from_samples(
     if plan.candidates:
         settings["auto"] = schema.plain(mixed_plans(plan, support.z, support.y, len(classes), head_SN))
     return _fitted(Personalization(plan.kind, weights.model, weights.round, classes, {}, settings), support, None)
+
+
+def _truths(layout: Layout, x: Array, y: Array) -> Array:
+    """What a task's head learns to answer; of anomalies the samples themselves, because the graph takes the
+    difference."""
+    if not isinstance(layout.task, Anomaly):
+        return layout.truths(y)
+    axes, spec = (-1, *(1,) * (x.ndim - 2)), layout.input
+    found = x.astype(np.float32) * np.float32(spec.scale)
+    found = found - np.reshape(spec.mean, axes) if spec.mean else found
+    found = found / np.reshape(spec.std, axes) if spec.std else found
+    return found.reshape(len(x), -1)
+
+
+def _head_of_task(task: Task, z: Array, truths: Array, steps: int) -> RidgeHead | LabelHead:
+    return LabelHead.fit(z, truths, steps=steps) if isinstance(task, MultiLabel) else RidgeHead.fit(z, truths)
 
 
 def _settings(plan: Plan, support: Support, head_SN: Array) -> dict[str, Any]:
@@ -234,8 +253,10 @@ def open_predictor(
     """
     if not personal.embeds:
         return _from_weights(personal, graph, weights)
+    if isinstance(graph.layout.task, Anomaly):
+        return _repeating(personal, graph, weights)
     if graph.layout.task is not None:
-        return _ridge(personal, graph, weights, int8, before)
+        return _of_task(personal, graph, weights, int8, before)
     means = personal.prototypes
     thresholds = Thresholds(_checked(personal.arrays, "limit", (len(means.counts),)))
     detector = UnknownDetector(means, thresholds) if unknown else None
@@ -269,15 +290,23 @@ def _encoder(
     return open_encoder(graph, weights, int8 if personal.int8 else b"") if before is None else before.embedder
 
 
-def _ridge(
+def _of_task(
     personal: Personalization, graph: Graph, weights: Weights, int8: bytes, before: Predictor | None
 ) -> Predictor:
-    """The ridge head of a task, on the encoder."""
+    """The head of a task, on the encoder."""
     layout = graph.layout
     shape = len(layout.answers), layout.embedding
-    head = RidgeHead(_checked(personal.arrays, "weight", shape), _checked(personal.arrays, "bias", shape[:1]),
-                     float(personal.settings.get("decay", 0.0)))
-    return Predictor(_encoder(personal, graph, weights, int8, before), ridge=head, task=layout.task)
+    weight, bias = _checked(personal.arrays, "weight", shape), _checked(personal.arrays, "bias", shape[:1])
+    head = LabelHead(weight, bias) if isinstance(layout.task, MultiLabel) else RidgeHead(
+        weight, bias, float(personal.settings.get("decay", 0.0)))
+    return Predictor(_encoder(personal, graph, weights, int8, before), of_task=head, task=layout.task)
+
+
+def _repeating(personal: Personalization, graph: Graph, weights: Weights) -> Predictor:
+    """The served model with the fitted head in place of its own."""
+    head = {t.name: _checked(personal.arrays, t.name.removeprefix("head."), t.shape) for t in graph.layout.tensors
+            if t.group == "head"}
+    return Predictor.head(graph, graph.layout.ordered({**trees.only(weights.params, ("body",)), "head": head}))
 
 
 def _from_weights(personal: Personalization, graph: Graph, weights: Weights) -> Predictor:

@@ -1,8 +1,8 @@
 """Decides how a device personalizes a served model, from the user's choice, the method, the graph and the device.
 
-Personalizers: class means (Snell et al. 2017), a fitted head (Raghu et al. 2020; of numbers a ridge head), nearest
-neighbours (Marfoq et al. 2022), the gradient steps of MAML (Finn et al. 2017) and Meta-SGD (Li et al. 2017). The graph
-``adapt`` or the trainer takes the gradient steps.
+Personalizers: class means (Snell et al. 2017), a fitted head (Raghu et al. 2020; without classes that of the task),
+nearest neighbours (Marfoq et al. 2022), the gradient steps of MAML (Finn et al. 2017) and Meta-SGD (Li et al. 2017).
+The graph ``adapt`` or the trainer takes the gradient steps.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import Personalize
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.personalization.gradient_steps import Steps, steps_of, trains
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.regression import Regression
 
 ON_SHARED_ENCODER = ("proto", "head", "knn")
 """Personalizers that a user can choose wherever the fleet shares the encoder."""
@@ -66,6 +68,9 @@ def plan_of(
             f"int8 needs a personalizer that embeds samples, and this one is {plan.kind}",
             expected="one of " + ", ".join(ON_SHARED_ENCODER), hint="leave out int8 (at the command line: --fp32)",
         )  # fmt: skip
+    if choice.frequent and plan.kind not in ("proto", "auto"):
+        raise ConfigError(f"frequent is a setting of class means, and this personalizer is {plan.kind}",
+                          expected="proto", hint="leave out frequent, or set by = \"proto\"")
     return replace(plan, int8=choice.int8)
 
 
@@ -103,13 +108,13 @@ def _of_choice(
     _refuse_steps_and_rate(choice)
     if choice.by == "auto":
         return Plan("auto", "auto", candidates=_candidates(method, hyper, graph))
-    if choice.by == "head" and graph.layout.task is not None and choice.steps is not None:
+    if choice.by == "head" and isinstance(graph.layout.task, (Regression, Anomaly)) and choice.steps is not None:
         raise ConfigError("a head of numbers is fitted in closed form, without steps", hint="leave out the steps")
     if choice.by == "head":
         return Plan("head", "head", steps=choice.steps or HEAD_STEPS)
     if choice.by == "knn":
         return _knn(method, hyper)
-    return Plan(choice.by, choice.by, distance=getattr(hyper, "distance", "squared"))
+    return Plan(choice.by, choice.by, distance=getattr(hyper, "distance", "squared"), frequent=choice.frequent)
 
 
 def _candidates(method: Method, hyper: Any, graph: Graph) -> tuple[Plan, ...]:
@@ -127,7 +132,7 @@ def _of_method(
 ) -> Plan:
     if method.personalizer == "proto":
         _refuse_steps_and_rate(choice)
-        return Plan("proto", "proto", distance=hyper.distance)
+        return Plan("proto", "proto", distance=hyper.distance, frequent=choice.frequent)
     if method.personalizer == "gp":
         _refuse_steps_and_rate(choice)
         return Plan("gp", "gp", gaussian=gaussian_of(hyper))

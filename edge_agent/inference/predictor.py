@@ -1,4 +1,4 @@
-"""Answers to raw samples from a personalized model, without torch: class probabilities, or the numbers of a task.
+"""Answers to raw samples from a personalized model, without torch: class probabilities, or what a task answers.
 
 Shapes: n samples, N classes (the fleet's, then the device's own) or outputs, K classes of the head, D embedding width.
 """
@@ -14,11 +14,11 @@ from edge_agent.compute.onnx_session import Session, open_kind
 from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.model.graph_bundle import Graph
-from fleet_core.personalization.linear_head import Head
+from fleet_core.personalization.linear_head import Head, LabelHead
 from fleet_core.personalization.mixture import Mixture
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.personalization.unknown_class import Thresholds
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 
 if TYPE_CHECKING:
     from fleet_core.personalization.gaussian_process import Processes
@@ -41,11 +41,11 @@ class UnknownDetector:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Raw samples -> probabilities, or with a ``task`` numbers float64 [n, N] in the user's unit.
+    """Raw samples -> probabilities, or with a ``task`` numbers or probabilities of labels, float64 [n, N].
 
     session: an encoder, used with ``prototypes``, a ``fitted`` head, ``neighbours`` or Gaussian ``processes``; or a
-    model with a head. encoder: embeds samples for these if ``session`` is a model with a head. ridge: a fitted head of
-    a task. mixture: of all that are there.
+    model with a head. encoder: embeds samples for these if ``session`` is a model with a head. of_task: a fitted head
+    of a task. mixture: of all that are there.
     """
 
     session: Session
@@ -55,8 +55,8 @@ class Predictor:
     fitted: Head | None = None
     processes: Processes | None = None
     unknown_detector: UnknownDetector | None = None
-    ridge: RidgeHead | None = None
-    task: Regression | None = None
+    of_task: RidgeHead | LabelHead | None = None
+    task: Task | None = None
     mixture: Mixture | None = None
 
     @classmethod
@@ -98,7 +98,7 @@ class Predictor:
         """``answers`` from outputs. out: the session's output. z: the encoder's output, or ``out`` without an
         encoder."""
         if self.task is not None:
-            return self.task.in_units(out if self.ridge is None else self.ridge.answers(z)), None
+            return self.task.in_units(out if self.of_task is None else self.of_task.answers(z)), None
         unknown = None if self.unknown_detector is None else self.unknown_detector.unknown(z)
         if self.mixture is not None:
             return self.mixture.answer({way: self._of_way(way, out, z) for way in self.mixture.ways}), unknown

@@ -28,6 +28,9 @@ from fleet_core.board.device_settings import Personalize
 from fleet_core.data import model_input
 from fleet_core.data.prepare import prepared
 from fleet_core.data.samples import Samples
+from fleet_core.tasks.anomaly import LABELS, Anomaly
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.regression import Regression
 
 Array = np.ndarray[Any, Any]
 
@@ -112,6 +115,16 @@ def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
     """Raises ConfigError for a label that is no class. new: labels may name new classes of this device, if its
     personalizer can learn them."""
     task = service.layout.task
+    if isinstance(task, MultiLabel):
+        raise ConfigError(f"one class '{labels[0][:80]}', and a sample of this fleet has any number of labels",
+                          expected=f"a list of some of {', '.join(task.outputs[:20])}, or of none",
+                          hint="edge-agent samples add FILE --labels NAME,…")
+    if isinstance(task, Anomaly):
+        for label in labels:
+            if label not in LABELS:
+                raise ConfigError(f"a class '{label[:80]}', and this fleet detects anomalies",
+                                  expected=" or ".join(LABELS))
+        return
     if task is not None:
         raise ConfigError(f"a class '{labels[0][:80]}', and this fleet predicts {', '.join(task.outputs[:20])}",
                           expected=f"a number for each of {len(task.outputs)}",
@@ -135,12 +148,30 @@ def check_labels(service: Service, labels: Sequence[str], *, new: bool) -> None:
 def checked_targets(service: Service, y: Array) -> Array:
     """y [K]: the targets of one sample. Raises ConfigError unless they are a finite number for each output."""
     task = service.layout.task
-    if task is None:
-        raise ConfigError("a number, and this fleet has classes", expected="the name of a class")
+    if isinstance(task, Anomaly):
+        raise ConfigError("a number, and this fleet detects anomalies", expected=" or ".join(LABELS))
+    if not isinstance(task, Regression):
+        raise ConfigError("a number, and this fleet has " + ("classes" if task is None else "labels"),
+                          expected="the name of a class" if task is None else "a list of labels")
     if y.shape != (len(task.outputs),) or not np.isfinite(y).all():
         raise ConfigError(f"the targets are {y.tolist()[:20]}",
                           expected=f"a finite number for each of {', '.join(task.outputs[:20])}")
     return y
+
+
+def checked_label_set(service: Service, labels: Sequence[str]) -> Array:
+    """[K], 1 for each of ``labels``: those of one sample. Raises ConfigError for another fleet or unknown labels."""
+    task = service.layout.task
+    if isinstance(task, Anomaly):
+        raise ConfigError("a list of labels, and this fleet detects anomalies", expected=" or ".join(LABELS))
+    if not isinstance(task, MultiLabel):
+        raise ConfigError("a list of labels, and this fleet has " + ("classes" if task is None else "numbers"),
+                          expected="the name of a class" if task is None else "numbers")
+    for name in labels:
+        if name not in task.outputs:
+            raise ConfigError(f"unknown label '{name[:80]}'{schema.did_you_mean(name, task.outputs)}",
+                              expected=f"some of {', '.join(task.outputs[:20])}, or none")
+    return np.array([float(name in labels) for name in task.outputs])
 
 
 def _takes_own_classes(service: Service) -> bool:
@@ -169,12 +200,14 @@ def learn(service: Service, x: Array, labels: Sequence[str], *, new: bool = Fals
 
 
 def learn_targets(service: Service, x: Array, y: Array) -> dict[str, Any]:
-    """As ``learn``, of a fleet that predicts numbers: raw samples with targets [n, K] in the user's unit."""
+    """As ``learn``, of a fleet without classes: raw samples with targets [n, K] in the user's unit, or with 0 or 1 for
+    each label."""
     service.known_classes()
     x = prepared(x, service.layout.sample)
     _check_samples(service, x, y)
     if not np.isfinite(y).all():
         raise DataError("a target is not finite")
+    service.layout.truths(y)
     with _learning:
         with service.slots.writing():
             total = service.local().add_targets(x, y)
@@ -204,6 +237,8 @@ def _answering(service: Service) -> dict[str, Any]:
 def _extend(service: Service, x: Array, labels: Sequence[str], total: int) -> str:
     """Extends the personalization by these samples, and embeds only them. Returns its personalizer; empty if everything
     must be made again."""
+    if service.layout.task is not None:
+        return ""
     base, served = service.slots.stamp(), service.stored.served(service.slots.pointer().slot)
     personal = service.stored.personalization(served.slot)
     plan = service.stored.plan(served.graph, served.method, served.hyper)

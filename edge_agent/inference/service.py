@@ -36,6 +36,7 @@ from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Alone, Answer, Evaluation, Question
 from fleet_core.protocol.round_messages import ModelRef
+from fleet_core.tasks.anomaly import Anomaly
 
 if TYPE_CHECKING:
     from edge_agent.compute.worker import Job
@@ -331,12 +332,17 @@ class Service:
         Images of another size and sound are prepared first. again: of stored samples, which are not counted as
         questions, nor watched for drift. Raises StateError if no model can answer, DataError."""
         now = self._answering()
-        answer = now.answer(self.stored.as_input(now.layout, x), None if again else self.drift.see)
+        limit = self.threshold(now) if isinstance(now.layout.task, Anomaly) else None
+        answer = now.answer(self.stored.as_input(now.layout, x), None if again else self.drift.see, limit)
         if again:
             return answer
         with self._counting:
             self.answered, self.last_answer_s = self.answered + answer.samples, time.time()
         return answer
+
+    def threshold(self, now: Answering) -> float | None:
+        """The score above which a sample is an anomaly for the model ``now``; None if no quiet sample is held back."""
+        return self._evaluator.threshold(now.predictor, self.stored.local(now.layout))
 
     def predict(self, x: Array) -> Array:
         """Class probabilities float32 [n, N], or numbers float64 [n, K], of raw samples. Raises StateError if no model
@@ -365,6 +371,11 @@ class Service:
     def alone(self) -> Alone | None:
         """The baseline without the fleet on the held-back samples; None if it cannot be computed."""
         return self._evaluator.baseline(self.local())
+
+    @property
+    def calibration_error(self) -> float | None:
+        """That of the model that answers, as ``Evaluator.calibration_error``."""
+        return None if self.answering is None else self._evaluator.calibration_error(self.answering.predictor)
 
     def held_back(self) -> HeldBack | None:
         """How the model that answers does on the held-back samples; None if nothing answers or nothing is held back."""

@@ -34,6 +34,7 @@ from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.personalization.drift import Reference
 from fleet_core.protocol.device_messages import Answer
+from fleet_core.tasks.labels import MultiLabel
 
 NO_TRAINER = 'its trainer needs torch: pip install "metafleet[train]"'
 
@@ -65,16 +66,26 @@ class Answering:
         return self.predictor.unknown_detector is not None
 
     def answer(
-        self, x: np.ndarray[Any, Any], see: Callable[[Reference, np.ndarray[Any, Any]], None] | None = None
+        self, x: np.ndarray[Any, Any], see: Callable[[Reference, np.ndarray[Any, Any]], None] | None = None,
+        threshold: float | None = None,
     ) -> Answer:
         """Labels and probabilities, or numbers, of raw samples [n, *shape]. see: called with the reference and the
-        embedded samples. Raises DataError, StateError."""
+        embedded samples. threshold: of scores of anomalies. Raises DataError, StateError."""
         out, z = self.predictor.outputs(x)
         probabilities, unknown = self.predictor.of_outputs(out, z)
-        if self.layout.task is not None:
+        task = self.layout.task
+        if isinstance(task, MultiLabel):
             return Answer(
-                outputs=self.layout.task.outputs,
+                outputs=task.outputs, label_sets=tuple(map(task.chosen, probabilities)),
+                probabilities=tuple(tuple(round(float(p), 6) for p in row) for row in probabilities),
+                round=self.round, model=self.model, personalization=self.how, graph=self.graph,
+            )
+        if task is not None:
+            return Answer(
+                outputs=task.outputs,
                 values=tuple(tuple(float(f"{number:.7g}") for number in row) for row in probabilities),
+                threshold=threshold,
+                alarms=() if threshold is None else tuple(map(bool, probabilities[:, 0] > threshold)),
                 round=self.round, model=self.model, personalization=self.how, graph=self.graph,
             )
         if see is not None and self.reference is not None:

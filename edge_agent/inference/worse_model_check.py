@@ -3,6 +3,7 @@ by accuracy, or by the measure of the fleet's task."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,11 @@ from edge_agent.compute.onnx_session import Session
 from edge_agent.device.local_samples import LocalData
 from edge_agent.inference.predictor import Predictor
 from fleet_core.base.errors import FleetError, StateError
+from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
-from fleet_core.tasks.regression import MEASURE, Errors, Regression
+from fleet_core.tasks.calibration import expected_calibration_error
+from fleet_core.tasks.task import Measured, head_of, measured
 
 Array = np.ndarray[Any, Any]
 Rows = tuple[tuple[int, ...], ...]
@@ -35,9 +38,9 @@ WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 
 @dataclass(frozen=True)
 class HeldBack:
-    """How a model answers the held-back samples. samples: their number. figures: ``accuracy``, or the measures of a
-    task by output. measure, text: the first of them for people, as ``accuracy`` and ``0.950``. loss: by which models
-    are compared: lower is better."""
+    """How a model answers the held-back samples. samples: their number. figures: ``accuracy`` and
+    ``calibration_error``, or the measures of a task by output. measure, text: the first of them for people, as
+    ``accuracy`` and ``0.950``. loss: by which models are compared: lower is better."""
 
     samples: int
     figures: Mapping[str, Any]
@@ -57,15 +60,18 @@ class WorseModel(StateError):
 
 
 class Evaluator:
-    """Confusion counts of predictors, or errors of a task, on the held-back samples, computed once per predictor.
+    """Confusion counts of predictors, or measures of a task, on the held-back samples, computed once per predictor.
 
-    Session outputs are cached, so that after one more labelled sample only that sample is embedded.
+    Session outputs are cached, so that after one more labelled sample only that sample is embedded. Several threads may
+    ask.
     """
 
     def __init__(self) -> None:
         self._stamp = ""
         self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
-        self._counts: WeakKeyDictionary[Predictor, Array | Errors] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Predictor, Array | Measured] = WeakKeyDictionary()
+        self._calibration_errors: WeakKeyDictionary[Predictor, float] = WeakKeyDictionary()
+        self._counting = threading.Lock()
         self._baseline: tuple[str, Alone | None] = "", None  # with the stamp of its samples
 
     def baseline(self, data: LocalData) -> Alone | None:
@@ -78,39 +84,63 @@ class Evaluator:
                 self._baseline = data.stamp(), None
         return self._baseline[1]
 
-    def counts(self, predictor: Predictor, data: LocalData) -> Array | Errors | None:
+    def counts(self, predictor: Predictor, data: LocalData) -> Array | Measured | None:
         """int64 [N, N] over the fleet's N classes, rows are the true ones; None if nothing is held back. Probabilities
-        of the device's own classes are ignored. Of a task: the errors."""
-        if data.held_back_stamp() != self._stamp:
-            self._stamp, self._counts, self._outputs = data.held_back_stamp(), WeakKeyDictionary(), WeakKeyDictionary()
-        if predictor not in self._counts:
-            samples, n = data.held_back(), len(data.classes)
-            if samples is None or not len(samples):
-                return None
-            answers = self._answers(predictor, samples.x)
-            if data.task is not None:
-                self._counts[predictor] = Errors.of(data.task, samples.y, answers)
-            else:
-                counts = np.zeros((n, n), np.int64)
-                np.add.at(counts, (samples.y, answers[:, :n].argmax(1)), 1)
-                self._counts[predictor] = counts
-        return self._counts[predictor]
+        of the device's own classes are ignored. Of a task: its measures."""
+        with self._counting:
+            if data.held_back_stamp() != self._stamp:
+                self._stamp = data.held_back_stamp()
+                self._counts.clear()
+                self._calibration_errors.clear()
+                self._outputs.clear()
+            if predictor not in self._counts:
+                samples = data.held_back()
+                if samples is None or not len(samples):
+                    return None
+                self._count(predictor, data, samples)
+            return self._counts[predictor]
+
+    def _count(self, predictor: Predictor, data: LocalData, samples: Samples) -> None:
+        answers, n = self._answers(predictor, samples.x), len(data.classes)
+        if data.task is not None:
+            self._counts[predictor] = measured(data.task, samples.y, answers)
+            return
+        label, counts = answers[:, :n].argmax(1), np.zeros((n, n), np.int64)
+        np.add.at(counts, (samples.y, label), 1)
+        error = expected_calibration_error(answers[:, :n].max(1), label == samples.y)
+        if error is not None:
+            self._calibration_errors[predictor] = error
+        self._counts[predictor] = counts
+
+    def calibration_error(self, predictor: Predictor) -> float | None:
+        """The expected calibration error on the held-back samples; None as long as these were not answered, and without
+        classes."""
+        return self._calibration_errors.get(predictor)
 
     def evaluations(self, stages: Mapping[str, Predictor | None], method: str, data: LocalData) -> list[Evaluation]:
         """The evaluation of each stage that has a predictor; empty if nothing is held back."""
         counts = {s: None if predictor is None else self.counts(predictor, data) for s, predictor in stages.items()}
-        return [_evaluation(stage, method, found, data.task) for stage, found in counts.items() if found is not None]
+        return [_evaluation(stage, method, found) for stage, found in counts.items()
+                if found is not None and not (isinstance(found, Measured) and not found.samples)]
 
     def held_back(self, predictor: Predictor, data: LocalData) -> HeldBack | None:
         """None if nothing is held back."""
         counts = self.counts(predictor, data)
-        if isinstance(counts, Errors) and data.task is not None:
-            task = data.task
-            return HeldBack(counts.count, task.figures(counts), MEASURE, task.text(counts), task.distance(counts))
+        if isinstance(counts, Measured) and not counts.samples:
+            return None
+        if isinstance(counts, Measured) and data.task is not None:
+            head = head_of(data.task.kind)
+            return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance)
         if not isinstance(counts, np.ndarray):
             return None
         accuracy = float(np.trace(counts) / counts.sum())
-        return HeldBack(int(counts.sum()), {"accuracy": accuracy}, "accuracy", f"{accuracy:.3f}", 1 - accuracy)
+        figures = {"accuracy": accuracy, "calibration_error": self.calibration_error(predictor)}
+        return HeldBack(int(counts.sum()), figures, "accuracy", f"{accuracy:.3f}", 1 - accuracy)
+
+    def threshold(self, predictor: Predictor, data: LocalData) -> float | None:
+        """The score above which a sample is an anomaly; None if no quiet sample is held back."""
+        counts = self.counts(predictor, data)
+        return counts.threshold if isinstance(counts, Measured) else None
 
     def why_worse(self, new: Predictor, before: Predictor, data: LocalData, worse_by: float) -> str:
         """How both answer if ``new`` loses more than ``worse_by`` to ``before``; else empty."""
@@ -143,9 +173,9 @@ def gives_probabilities(predictor: Predictor, graph: Graph) -> bool:
     return bool(np.isfinite(answers).all() and (predictor.task or np.allclose(answers.sum(1), 1, atol=1e-3)))
 
 
-def _evaluation(stage: str, method: str, found: Array | Errors, task: Regression | None) -> Evaluation:
-    if isinstance(found, Errors) and task is not None:
-        return Evaluation(stage, method, (), found.count, task.sums(found))
+def _evaluation(stage: str, method: str, found: Array | Measured) -> Evaluation:
+    if isinstance(found, Measured):
+        return Evaluation(stage, method, (), found.samples, found.sums)
     return Evaluation(stage, method, _rows(found))
 
 

@@ -17,11 +17,14 @@ from fleet_core.base.trees import Params
 
 ADAPTATIONS = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "metavers", "fedproto", "gp",
+    "joint",
 )  # fmt: skip
 """The gradient estimators of ``fleet_core.learning.gradient_estimators``."""
-EPISODIC = ("proto", "metavers", "gp")
-"""Adaptations for which a label is only a number within the episode: a query is compared with the support's classes.
-They count the classes of the device, not those of the fleet, which may have a thousand where a device has two."""
+OWN_LABELS = ("proto", "metavers", "gp")
+"""Adaptations for which a label is only a number within the episode: they use no head. They count the classes of the
+device, not those of the fleet, which may have a thousand where a device has two."""
+EPISODIC = (*OWN_LABELS, "joint")
+"""Adaptations that compare a query with the support's classes."""
 INNER = ("maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd")
 """Adaptations that take gradient steps of their own, in all arrays."""
 PERSONALIZERS = ("none", "proto", "sgd", "meta-sgd", "own", "moreau", "knn", "gp", "fleet-proto")
@@ -248,10 +251,11 @@ class Method:
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """The graphs that a device answers with: ``embed`` for class means, ``predict`` for a head, both for kNN."""
-        return {"proto": ("embed",), "gp": ("embed",), "fleet-proto": ("embed",), "knn": ("embed", "predict")}.get(
-            self.personalizer, ("predict",)
-        )
+        """The graphs that a device answers with: ``embed`` for its own samples or class means, ``predict`` for a shared
+        head or gradient steps."""
+        if self.personalizer in ("proto", "gp", "fleet-proto", "knn"):
+            return ("embed", "predict") if "head" in self.shared else ("embed",)
+        return ("predict",)
 
     @property
     def needs_classes(self) -> str:

@@ -107,12 +107,14 @@ class Personalize:
     """by: the personalizer: ``method`` (that of the fleet's method), ``proto`` (class means), ``head`` (a head fitted
     to embedded samples), ``knn`` (nearest samples), ``adapt`` (gradient steps), ``none``, or ``auto`` (a mixture of the
     personalizers without gradient steps). steps, rate: number and learning rate of gradient steps, replacing the
-    method's; steps also for a fitted head. int8: use the quantized encoder, if the bundle has one."""
+    method's; steps also for a fitted head. int8: use the quantized encoder, if the bundle has one. frequent: class
+    means count how frequent a class is among the labelled samples, as ``auto`` always does."""
 
     by: str = field(default="method", metadata={"choices": WAYS})
     steps: int | None = field(default=None, metadata={"min": 1, "max": 10_000})
     rate: float | None = field(default=None, metadata={"above": 0, "max": 1000})
     int8: bool = False
+    frequent: bool = field(default=False, metadata={"sparse": True})
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ right answer. Acar et al., "Debiasing Model Updates for Improving Personalized F
 are repeated until every class of the query is in the support. Deviation: after 20 repetitions a stratified draw is
 used.
 
-In the papers both are drawn anew in each step; in the program of Acar et al. they are batches of a shuffled pass
-(``draws = "pass"``). Draws do not depend on the numbering of labels: a device with permuted labels draws the same
-samples.
+``Shots`` have as many samples of each class, for methods whose papers draw so and for ``draws = "balanced"``.
+
+In the papers support and query are drawn anew in each step; in the program of Acar et al. they are batches of a
+shuffled pass (``draws = "pass"``). Draws do not depend on the numbering of labels: a device with permuted labels draws
+the same samples.
 """
 
 from __future__ import annotations
@@ -184,6 +186,10 @@ def draws(
         shots = Shots(labels, hyper.shots, hyper.query_shots, rng)
         return shots, lambda: dict(shots.left_out)
     sizes, passes = (hyper.support_batch, hyper.query_batch), hyper.draws == "pass"
+    if hyper.draws == "balanced":
+        classes = max(1, int((np.unique(labels, return_counts=True)[1] >= 2).sum()))
+        even = Shots(labels, max(1, hyper.support_batch // classes), max(1, hyper.query_batch // classes), rng)
+        return even, lambda: dict(even.left_out)
     if by_class:
         episodes = Episodes(labels, *sizes, rng, passes=passes)
         return episodes, lambda: dict(episodes.left_out)

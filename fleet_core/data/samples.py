@@ -22,6 +22,7 @@ from fleet_core.data import model_input
 from fleet_core.data.prepare import prepared
 from fleet_core.data.shaping import sound
 from fleet_core.model.layout import InputSpec
+from fleet_core.tasks import anomaly
 
 if TYPE_CHECKING:
     from fleet_core.data.readers import Raw
@@ -30,6 +31,7 @@ LIMIT_BYTES = 4 << 30
 MAX_LABEL = 1_000_000
 MAX_CLASSES = 10_000
 NUMBERS = "a fleet that predicts numbers: metafleet init --task regression"
+SEVERAL = "a fleet whose samples have any number of labels: metafleet init --task multi-label"
 FILES = (".csv", ".jsonl", ".ndjson", ".npz")
 FORMS = (
     ".npz with x and y, .csv with a label column, .ndjson with a label in each line, or a folder of images or of .wav "
@@ -70,6 +72,11 @@ class Samples:
         """Names of the clients, sorted; empty when the samples name none."""
         return () if self.client is None else tuple(str(name) for name in np.unique(self.client))
 
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """int64 [N]: what a random division keeps in proportion, the labels; 0 for targets."""
+        return np.zeros(len(self), np.int64) if self.outputs else self.y
+
     def take(self, indices: NDArray[np.integer[Any]] | NDArray[np.bool_] | Sequence[int]) -> Samples:
         """The rows at ``indices`` (positions or a mask of N), in that order."""
         rows = np.asarray(indices)
@@ -99,7 +106,7 @@ def load(
     path: Path, *, classes: Sequence[str] | None = None, dtype: str | None = None, shape: Sequence[int] | None = None,
     window: int | None = None, stride: int | None = None, size: tuple[int, int] | None = None, fit: str = "refuse",
     sound_hz: int = 0, seconds: float | None = None, limit_bytes: int = LIMIT_BYTES,
-    outputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None, labels: bool = False, normal: Sequence[str] | None = None,
 ) -> Samples:  # fmt: skip
     """Loads samples from a .npz, .csv or .ndjson file, or a folder of images or of sound.
 
@@ -119,6 +126,9 @@ def load(
     limit_bytes: the largest size of the file's arrays, unpacked.
     outputs: names of the numbers to predict, which are columns of a table, and of y in a .npz; empty for the file's own
         names. None for samples with classes.
+    labels: the outputs are labels, 0 or 1 for each sample, which carries any number of them.
+    normal: for a fleet that detects anomalies, the labels of quiet samples. The samples then have the classes of
+        ``anomaly.LABELS``; without labels all of them are quiet.
 
     Raises DataError that names file, array and row.
     """
@@ -127,12 +137,17 @@ def load(
     if stride is not None and window is None and shape is None:
         raise DataError("a stride without a window", where=str(path), hint="give the number of readings in a window")
     cut = readers.Cut(None if shape is None else tuple(shape), window, stride, size, fit, sound_hz,
-                      seconds or readers.SECONDS, None if outputs is None else tuple(outputs))
-    raw = readers.read(path, limit_bytes, cut, expected=FORMS)
+                      seconds or readers.SECONDS, None if outputs is None else tuple(outputs), labels)
+    labelled = normal is None or readers.has_labels(path)
+    raw = readers.read(path, limit_bytes, cut, expected=FORMS, labelled=labelled)
     wanted = (sound.BANDS, cut.frames(sound_hz)) if sound_hz else cut.image(raw.x.shape[1] if raw.x.ndim == 4 else 0)
     if wanted is not None:
         raw = replace(raw, x=prepared(raw.x, InputSpec(wanted, fit=fit, sound_hz=sound_hz), str(path)))
-    found = checked(raw, str(path), classes, dtype, cut.outputs)
+    if normal is not None and not labelled:
+        raw = replace(raw, y=np.zeros(len(raw.x), np.int64), classes=np.array(anomaly.LABELS))
+    found = checked(raw, str(path), classes, dtype or (None if normal is None else "float32"), cut.outputs,
+                    labels=labels)
+    found = found if normal is None else _quiet(found, normal)
     if shape is not None:
         model_input.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
     return found
@@ -192,39 +207,49 @@ def _joined(old: Samples, new: Samples, where: str) -> Samples:
 
 def checked(
     raw: Raw, where: str, classes: Sequence[str] | None = None, dtype: str | None = None,
-    outputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None, *, labels: bool = False,
 ) -> Samples:
-    """Checks raw arrays and converts them to Samples. classes, dtype, outputs: as in ``load``. Raises DataError that
-    names file, array and row."""
+    """Checks raw arrays and converts them to Samples. classes, dtype, outputs, labels: as in ``load``. Raises
+    DataError that names file, array and row."""
     x = _features(raw, where)
     if outputs is not None:
-        y_NK, named = _targets(raw, where, tuple(outputs), len(x))
+        if labels:
+            _check_labels(raw, f"{where}: y")
+        y_NK, named = _targets(raw, where, tuple(outputs), len(x), "label" if labels else "target")
         x = _converted(x, dtype, 0)
         return Samples(x, y_NK, _clients(raw, where), _times(raw, where), None, raw.notes, named)
     for name, column in (("y", raw.y), ("client", raw.client), ("time", raw.time)):
         if column is not None and column.shape != (len(x),):
             raise DataError(
                 f"has shape {column.shape}", where=f"{where}: {name}", expected=f"({len(x)},), one value per row of x",
-                hint=NUMBERS if name == "y" and column.dtype.kind == "f" else None,
+                hint=None if name != "y" else NUMBERS if column.dtype.kind == "f" else
+                SEVERAL if column.ndim == 2 else None,
             )
     y, names = _labels(raw, where, None if classes is None else tuple(classes))
     x = _converted(x, dtype, int(y.max()) + 1 if names is None else len(names))
     return Samples(x, y, _clients(raw, where), _times(raw, where), names, raw.notes)
 
 
+def _quiet(found: Samples, normal: Sequence[str]) -> Samples:
+    """Labelled samples with the classes of ``anomaly.LABELS``. normal: as in ``load``."""
+    names = found.classes or tuple(map(str, range(int(found.y.max()) + 1)))
+    wrong = np.array([name not in (*normal, anomaly.QUIET) for name in names], np.int64)
+    return replace(found, y=wrong[found.y], classes=anomaly.LABELS)
+
+
 def _targets(
-    raw: Raw, where: str, wanted: tuple[str, ...], rows: int
+    raw: Raw, where: str, wanted: tuple[str, ...], rows: int, default: str
 ) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-    """(targets float64 [N, K], their names). wanted: the names; empty for the file's own, or ``target``. Raises
-    DataError."""
+    """(targets float64 [N, K], their names). wanted: the names; empty for the file's own, or ``default``,
+    numbered if there are several. Raises DataError."""
     where = f"{where}: y"
-    if raw.y.dtype.kind not in "iuf" or raw.classes is not None:
+    if raw.y.dtype.kind not in ("biuf" if default == "label" else "iuf") or raw.classes is not None:
         raise DataError("holds class labels" if len(raw.y) else "is empty", where=where,
                         expected="numbers to predict, one or more for each sample", hint="leave out --task regression")
     y_NK = raw.y[:, None] if raw.y.ndim == 1 else raw.y
     own = raw.outputs or (wanted if len(wanted) == y_NK.shape[-1] else ())
     width = y_NK.shape[-1]
-    own = own or tuple("target" if width == 1 else f"target{k + 1}" for k in range(width))
+    own = own or tuple(default if width == 1 else f"{default}{k + 1}" for k in range(width))
     if y_NK.shape != (rows, len(own)):
         raise DataError(
             f"has shape {list(raw.y.shape)}", where=where,
@@ -242,6 +267,17 @@ def _targets(
             raise DataError(f"has no output '{name}'{schema.did_you_mean(name, own)}", where=where,
                             expected=f"among {', '.join(own[:20])}")
     return y_NK[:, [own.index(name) for name in wanted]], wanted
+
+
+def _check_labels(raw: Raw, where: str) -> None:
+    """Raises DataError unless y is 0 or 1 for each sample and label."""
+    if raw.y.ndim != 2 or raw.y.dtype.kind not in "biuf" or raw.classes is not None:
+        raise DataError("has one class for each sample" if len(raw.y) else "is empty", where=where,
+                        expected="[N, K], 0 or 1 for each label of a sample", hint="leave out --task multi-label")
+    bad = np.flatnonzero(~((raw.y == 0) | (raw.y == 1)).all(1))
+    if bad.size:
+        raise DataError(f"holds {raw.y[bad[0]].tolist()}", where=f"{where}, {raw.row(int(bad[0]))}",
+                        expected="0 or 1 for each label")
 
 
 def _features(raw: Raw, where: str) -> NDArray[Any]:

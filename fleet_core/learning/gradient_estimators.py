@@ -10,6 +10,7 @@
 - ``meta-sgd``: the gradient in the weights and in the learned rates of one inner step (Chen et al., eq. 3).
 - ``metavers``: proto with a triplet term and its margin (Lim et al. 2024, eq. 1-5).
 - ``gp``: the predictive likelihood of Gaussian processes (Achituve et al. 2021), see ``gaussian_loss``.
+- ``joint``: that of proto and the head's cross-entropy on the same embedded samples (``methods.joint``).
 - ``fedproto``: the cross-entropy and the distance of the batch's class means to the fleet's (Tan et al. 2022, eq. 7-8).
 
 An estimator turns an episode into a ``Gradient`` (see ``gradients``). A group that is not a parameter (``margin``,
@@ -47,10 +48,9 @@ from fleet_core.learning.gradients import (
     value_and_gradient,
 )
 from fleet_core.learning.models import Network, outputs
-from fleet_core.tasks.regression import Regression
 
 PADDED = (
-    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto"
+    "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "fedproto", "joint",
 )  # fmt: skip
 """Adaptations whose losses ignore samples of class ``NO_CLASS``, so that batches can be padded with these."""
 NO_CLASS = -1
@@ -96,7 +96,7 @@ class Estimators:
         """The estimator of ``adaptation``: episode -> gradient."""
         return {
             "none": lambda e: direct(self._entropy(e.query_x, e.query_y)),
-            "proto": lambda e: direct(self._proto(e)),
+            "proto": lambda e: direct(self._episodic(self.proto_loss, e)),
             "maml-exact": self._exact,
             "maml-first-order": lambda e: maml_first_order(*self._both(e), *self._inner()),
             "maml-hessian-free": self._hessian_free,
@@ -104,6 +104,7 @@ class Estimators:
             "metavers": self._metavers,
             "fedproto": self._fedproto,
             "gp": lambda e: direct(self._gp(e)),
+            "joint": lambda e: direct(self._episodic(self.joint_loss, e)),
         }[adaptation]
 
     def measure(self, x: Tensor, y: Tensor) -> Gradient:
@@ -134,7 +135,7 @@ class Estimators:
 
     @property
     def _of_head(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return losses.known_cross_entropy if self._clients and not _task(self._network) else _loss_of(self._network)
+        return _loss_of(self._network, padded=self._clients)
 
     def _both(self, e: Episode) -> tuple[Loss, Loss]:
         return self._entropy(e.support_x, e.support_y), self._entropy(e.query_x, e.query_y)
@@ -158,12 +159,19 @@ class Estimators:
         z, first = outputs(self._network, w, torch.cat(batches), "embed"), batches[0].shape[0]
         return z[:first], z[first:]
 
-    def _proto(self, e: Episode) -> Loss:
-        return self._loss(self.proto_loss, e.support_x, e.support_y, e.query_x, e.query_y)
+    def _episodic(self, of_batch: Callable[..., Tensor], e: Episode) -> Loss:
+        return self._loss(of_batch, e.support_x, e.support_y, e.query_x, e.query_y)
 
     def proto_loss(self, w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
         support, query = self._embedded(w, sx, qx)
         return losses.proto_loss(support, sy, query, qy, self._classes, self._hyper.distance)
+
+    def joint_loss(self, w: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor) -> Tensor:
+        support, query = self._embedded(w, sx, qx)
+        means = losses.proto_loss(support, sy, query, qy, self._classes, self._hyper.distance)
+        head = self._of_head(self._head(w, torch.cat([support, query])), torch.cat([sy, qy]))
+        share = float(self._hyper.means_share)
+        return share * means + (1 - share) * head
 
     def _gp(self, e: Episode) -> Loss:
         """Stacked clients are computed one after another, because each has a tree of its own."""
@@ -248,10 +256,9 @@ def entropy(network: nn.Module, x: Tensor, y: Tensor) -> Loss:
     return lambda w: loss(outputs(network, w, x, "predict"), y)
 
 
-def _task(network: nn.Module) -> Regression | None:
-    return network.task if isinstance(network, Network) else None
-
-
-def _loss_of(network: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    task = _task(network)
-    return losses.cross_entropy if task is None else losses.of_task(task)
+def _loss_of(network: nn.Module, *, padded: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """padded: leaves out samples of ``NO_CLASS``, or whose targets are NaN."""
+    task = network.task if isinstance(network, Network) else None
+    if task is None:
+        return losses.known_cross_entropy if padded else losses.cross_entropy
+    return (losses.known_of_task if padded else losses.of_task)(task)

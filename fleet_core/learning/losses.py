@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.task import Task
 
 TINY = 1e-12
 FAR = -1e9
@@ -37,26 +39,32 @@ def known_cross_entropy(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     return _over_chosen(torch.log_softmax(logits_NK, 1), one_hot(y_N, logits_NK.shape[1], logits_NK.dtype))
 
 
-def of_task(task: Regression) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of a task: (answers [N, K], standardized targets [N, K]) -> the mean over samples and outputs of e²/2,
-    or of Huber's function, which is |e| − 1/2 beyond 1 ("Robust Estimation of a Location Parameter", 1964). Targets
-    that are NaN are left out; 0 when all are."""
+def of_task(task: Task) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a task: (answers [N, K], what ``Layout.truths`` gives [N, K]) -> the mean of ``of_outputs`` over
+    samples and outputs."""
+    return lambda answers_NK, y_NK: of_outputs(task, answers_NK, y_NK).mean()
+
+
+def known_of_task(task: Task) -> Callable[[Tensor, Tensor], Tensor]:
+    """``of_task`` over the truths that are not NaN; 0 when all are."""
 
     def loss(answers_NK: Tensor, y_NK: Tensor) -> Tensor:
         known_NK = ~torch.isnan(y_NK)
-        error_NK = torch.where(known_NK, answers_NK - torch.where(known_NK, y_NK, 0.0), 0.0)
-        return of_errors(task, error_NK).sum() / known_NK.sum().clamp(min=1)
+        loss_NK = of_outputs(task, answers_NK, torch.where(known_NK, y_NK, 0.0))
+        return torch.where(known_NK, loss_NK, 0.0).sum() / known_NK.sum().clamp(min=1)
 
     return loss
 
 
-def of_errors(task: Regression, error_NK: Tensor) -> Tensor:
-    """e²/2 of each error, or Huber's function of it [N, K]."""
-    loss_NK = error_NK.square() / 2
-    if task.loss == "squared":
-        return loss_NK
-    far_NK = error_NK.abs()
-    return torch.where(far_NK <= 1, loss_NK, far_NK - 0.5)
+def of_outputs(task: Task, answers_NK: Tensor, y_NK: Tensor) -> Tensor:
+    """The loss of each output [N, K]: of labels the binary cross-entropy of a logit; of numbers e²/2, or Huber's
+    function, which is |e| − 1/2 beyond 1 ("Robust Estimation of a Location Parameter", 1964), without a condition, so
+    that graphs of its second derivative take any number of samples."""
+    if isinstance(task, MultiLabel):
+        return functional.softplus(answers_NK) - answers_NK * y_NK
+    error_NK = answers_NK - y_NK
+    near_NK = error_NK if task.loss == "squared" else error_NK.clamp(-1, 1)
+    return near_NK * (error_NK - near_NK / 2)
 
 
 def _over_chosen(log_NK: Tensor, chosen_NK: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,9 @@ from fleet_core.data.model_input import TOKENS
 from fleet_core.learning.adapters import with_adapters
 from fleet_core.learning.architectures import ADAPTABLE, MAX_SIZE, MODELS
 from fleet_core.model.layout import MODEL_GROUPS, InputSpec, Layout, TensorSpec
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.anomaly import KIND as ANOMALY
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.task import Task
 from fleet_core.training.local_round import NumpyParams, check_task
 
 TorchParams = dict[str, dict[str, Tensor]]
@@ -52,7 +55,7 @@ class Network(nn.Module):
 
     channels_last = reduced = False
 
-    def __init__(self, core: nn.Module, spec: InputSpec, task: Regression | None = None) -> None:
+    def __init__(self, core: nn.Module, spec: InputSpec, task: Task | None = None) -> None:
         super().__init__()
         self.core, self.spec, self.task = core, spec, task
         ones = (1,) * (len(spec.shape) - 1)
@@ -82,9 +85,13 @@ class Network(nn.Module):
         return cast(Tensor, z_ND.to(next(self.core.parameters()).dtype))
 
     def forward(self, x: Tensor, output: str = "predict") -> Tensor:
-        """Raw samples -> logits or standardized numbers [N, K] (``predict``), or z [N, D] (``embed``)."""
+        """Raw samples -> logits or standardized numbers [N, K] (``predict``), or z [N, D] (``embed``). Of anomalies:
+        the differences between the repetition and the prepared sample."""
         z_ND = self.embed(x)
-        return z_ND if output == "embed" else cast(Tensor, cast(Any, self.core).head(z_ND))
+        if output == "embed":
+            return z_ND
+        out_NK = cast(Tensor, cast(Any, self.core).head(z_ND))
+        return out_NK - self.prepare(x).flatten(1) if isinstance(self.task, Anomaly) else out_NK
 
 
 def outputs(network: nn.Module, params: Params, x: Tensor, output: str) -> Tensor:
@@ -105,16 +112,27 @@ def hold(network: nn.Module, params: Params) -> None:
 
 
 def describe(
-    model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any], task: Regression | None = None
+    model: str, input: InputSpec, classes: Sequence[str], options: Mapping[str, Any], task: Task | None = None
 ) -> Layout:
     """The layout of a model, found by building it and running it on two samples. task: what it answers instead of
     ``classes``, which are then empty. Raises ConfigError."""
     if classes and task is not None:
         raise ConfigError(f"a model of {task.kind} with {len(classes)} classes", expected="classes or a task")
+    if isinstance(task, Anomaly):
+        _check_repeats(task, input)
     draft = Layout(model, input, tuple(classes), 1, (), schema.plain(options), task=task)
     network = _network(draft)
     tensors = tuple(_spec(name, p, model) for name, p in network.core.named_parameters())
     return replace(draft, tensors=tensors, embedding=_dry_run(network, draft))
+
+
+def _check_repeats(task: Anomaly, spec: InputSpec) -> None:
+    """Raises ConfigError unless a model can repeat samples of this form."""
+    size = math.prod(spec.shape)
+    if spec.dtype == "int64":
+        raise ConfigError("samples are tokens, which a model cannot repeat", expected=f"numbers for a task {ANOMALY}")
+    if task.width != size:
+        raise ConfigError(f"model.task.width is {task.width}", expected=f"{size}, the numbers of a sample")
 
 
 def build(layout: Layout, *, channels_last: bool = False, reduced: bool = False) -> Network:

@@ -25,6 +25,7 @@ from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError, CodecError, StateError
 from fleet_core.base.trees import Params
 from fleet_core.model.layout import MODEL_GROUPS, Layout
+from fleet_core.tasks.labels import MultiLabel
 
 GRAPH_GROUPS: Mapping[str, tuple[str, ...]] = {"embed": ("body",), "predict": ("body", "head")}
 """The graphs from samples to outputs, and the groups of arrays that each takes."""
@@ -160,12 +161,18 @@ def assemble(layout: Layout, info: GraphInfo, arrays: Mapping[str, np.ndarray[An
 
 
 def golden_truths(layout: Layout, number: int, start: int = 0) -> np.ndarray[Any, Any]:
-    """Labels [number], or standardized targets [number, K] near and far from 0, with which graphs are checked. start:
-    of the sequence."""
+    """Labels [number], or of a task [number, K] standardized targets near and far from 0, or 0 and 1, with which graphs
+    are checked. start: of the sequence."""
     rows = np.arange(start, start + number)
     if layout.task is None:
         return np.asarray(rows % len(layout.classes))
-    return np.asarray(2 * np.sin(rows[:, None] + np.arange(len(layout.answers))), np.float32)
+    wave = 2 * np.sin(rows[:, None] + np.arange(len(layout.answers)))
+    return np.asarray(wave > 0 if isinstance(layout.task, MultiLabel) else wave, np.float32)
+
+
+def truths_form(layout: Layout, number: int) -> tuple[tuple[int, ...], str]:
+    """Shape and type of ``golden_truths``."""
+    return ((number,), "int64") if layout.task is None else ((number, len(layout.answers)), "float32")
 
 
 def first_weights(arrays: Mapping[str, Any], layout: Layout) -> Params:
@@ -235,7 +242,7 @@ def _check_golden(golden: Mapping[str, np.ndarray[Any, Any]], layout: Layout) ->
         "x": ((number, *layout.input.shape), layout.input.dtype),
         "embed": ((number, layout.embedding), "float32"),
         "predict": ((number, width), "float32"),
-        "y": ((number,), "int64") if layout.task is None else ((number, width), "float32"),
+        "y": truths_form(layout, number),
         "adapt": ((len(GOLDEN_STEPS), number, width), "float32"),
     })
 

@@ -16,7 +16,8 @@ from fleet_core.base.moving_arrays import EVERYTHING, MIRRORED, Moving
 from fleet_core.base.trees import Params
 from fleet_core.protocol import chunks
 from fleet_core.protocol.messages import ID
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.task import VARIANTS, Task
 
 MODEL_GROUPS = ("body", "head")
 GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
@@ -93,7 +94,7 @@ class Layout:
     tensors: tuple[TensorSpec, ...] = field(metadata={"max_length": 10_000})
     options: Mapping[str, Any] = field(default_factory=dict)
     backbone: Backbone | None = field(default=None, metadata={"sparse": True})
-    task: Regression | None = field(default=None, metadata={"sparse": True})
+    task: Task | None = field(default=None, metadata={"sparse": True, "variants": VARIANTS})
 
     @property
     def sample(self) -> InputSpec:
@@ -103,16 +104,23 @@ class Layout:
     @property
     def answers(self) -> tuple[str, ...]:
         """Names of what the head computes for a sample: classes, or the outputs of the task."""
+        if isinstance(self.task, Anomaly):
+            return self.task.differences
         return self.classes if self.task is None else self.task.outputs
 
     @property
     def outputs(self) -> tuple[str, ...] | None:
         """Names of the targets, as readers of samples take them; None for classes."""
-        return None if self.task is None else self.task.outputs
+        return None if self.task is None or isinstance(self.task, Anomaly) else self.task.outputs
+
+    @property
+    def normal(self) -> tuple[str, ...] | None:
+        """Labels of quiet samples, as readers of samples take them; None for a task that needs labels or targets."""
+        return self.task.normal if isinstance(self.task, Anomaly) else None
 
     def truths(self, y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """What losses and graphs compare answers with: labels int64 [N], or standardized targets float32 [N, K]. Raises
-        DataError."""
+        """What losses and graphs compare answers with: labels int64 [N], or standardized targets, or labels as 0
+        and 1, float32 [N, K]. Raises DataError."""
         return y.astype(np.int64) if self.task is None else self.task.standardized(y)
 
     @cached_property

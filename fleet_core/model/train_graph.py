@@ -8,10 +8,12 @@ Parameters are inputs ``group/name``, so one session takes every step. Further i
 | entropy | ``x`` ``y`` | ``loss`` |
 | proto | ``support_x`` ``support_y`` ``query_x`` ``query_y`` ``classes`` | ``loss`` |
 | metavers | those of proto, ``margin`` ``share`` | ``loss`` ``own`` |
+| joint | those of proto | ``loss`` |
 | fedproto | ``x`` ``y`` ``total`` ``count`` | ``loss`` |
 
 and ``gradient/group/name`` for each parameter. Samples are raw [N, *shape], labels int64 [N] for any N; ``classes`` is
-int64 [K], of which only the length counts: one graph serves any number of classes and of samples of each. The graph
+int64 [K], of which only the length counts: one graph serves any number of classes and of samples of each. If the layout
+has a task, ``entropy`` is the loss of the task, and ``y`` standardized targets float32 [N, outputs]. The graph
 ``product`` takes a direction ``along/group/name`` beside the inputs of the entropy, and has the outputs
 ``product/group/name``, the Hessian times the direction.
 
@@ -32,14 +34,15 @@ import numpy as np
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import BundleError, StateError
 from fleet_core.base.trees import Params
-from fleet_core.model.graph_bundle import MAX_BYTES, check_golden, first_weights, graph_bytes
+from fleet_core.model.graph_bundle import MAX_BYTES, check_golden, first_weights, graph_bytes, truths_form
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 
 Array = np.ndarray[Any, Any]
 
 FORMAT = 1
 LOSSES: Mapping[str, tuple[str, ...]] = {
-    "entropy": MODEL_GROUPS, "proto": ("body",), "metavers": ("body",), "fedproto": MODEL_GROUPS
+    "entropy": MODEL_GROUPS, "proto": ("body",), "metavers": ("body",), "joint": MODEL_GROUPS,
+    "fedproto": MODEL_GROUPS,
 }  # fmt: skip
 """The losses, and the groups of parameters that each takes."""
 
@@ -51,7 +54,8 @@ NEEDS: Mapping[str, tuple[str, bool, tuple[str, ...]]] = {
     "meta-sgd": ("entropy", True, ()),
     "proto": ("proto", False, ("distance",)),
     "metavers": ("metavers", False, ("distance", "margin_distance", "margin_divisor", "triplet_sum", "negative")),
-    "fedproto": ("fedproto", False, ("pull",)),
+    "joint": ("joint", False, ("distance", "means_share")),
+    "fedproto": ("fedproto", False, ("pull", "pull_form")),
 }
 """{adaptation: (its loss, whether it needs ``product``, the hyper-parameters that are constants of the graph)}."""
 
@@ -85,7 +89,8 @@ class TrainInfo:
         if loss != self.loss or (product and not self.product):
             return f"the fleet's graph for training is not of the estimator {adaptation}"
         for name in constants:
-            made, asked = self.hyper.get(name), schema.plain(getattr(hyper, name))
+            default = schema.plain(getattr(type(hyper), name))
+            made, asked = self.hyper.get(name, default), schema.plain(getattr(hyper, name))
             if made != asked:
                 return f"the fleet's graph for training was made with {name} = {made!r}, and the round has {asked!r}"
         return ""
@@ -189,9 +194,9 @@ def _check_golden(graph: TrainGraph) -> None:
     x, spec = graph.golden["x"], graph.layout.input
     number = len(x) if x.ndim else 0
     check_golden(graph.golden, number, {
-        "x": ((number, *spec.shape), spec.dtype), "y": ((number,), "int64"),
+        "x": ((number, *spec.shape), spec.dtype), "y": truths_form(graph.layout, number),
         **{kind: ((len(graph.outputs(kind)), 2), "float64") for kind in graph.graphs},
     })
     y = graph.golden["y"]
-    if y.min() < 0 or y.max() >= len(graph.layout.classes):
+    if graph.layout.task is None and (y.min() < 0 or y.max() >= len(graph.layout.classes)):
         raise BundleError("a golden label is not a class of the layout")

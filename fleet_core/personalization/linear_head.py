@@ -1,4 +1,5 @@
-"""A linear head fitted to the device's own embedded samples: softmax regression in numpy.
+"""A linear head fitted to the device's own embedded samples: softmax regression in numpy, or a logistic regression for
+each of several labels.
 
 Minimises the mean cross-entropy plus ``DECAY``/2 · |W|² over embeddings that are centred and scaled to a mean square
 of 1, by Nesterov's accelerated gradient with the step 1/L ("A method of solving a convex programming problem with
@@ -6,11 +7,12 @@ convergence rate O(1/k²)", 1983; L bounds the curvature: Böhning, "Multinomial
 The body is not changed, as in Raghu et al., "Rapid Learning or Feature Reuse?", ICLR 2020. Their head starts from the
 meta-learned one; this one starts from zeros, so that it also fits a body without a head.
 
-Shapes: S stored samples, n samples, D embedding width, N classes.
+Shapes: S stored samples, n samples, D embedding width, N classes or labels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 
 from fleet_core.base.errors import DataError, StateError
 from fleet_core.personalization.nearest import softmax
+from fleet_core.tasks.labels import sigmoid
 
 Array = np.ndarray[Any, Any]
 
@@ -43,14 +46,9 @@ class Head:
             raise DataError(f"{len(z_SD)} samples with {len(y_S)} labels", expected=f"labels in 0…{n_classes - 1}")
         if not np.isfinite(z_SD).all():
             raise DataError("an embedding holds a value that is not finite")
-        mean_D = z_SD.mean(0, dtype=np.float64)
-        centred_SD = z_SD - mean_D
-        scale = float(np.sqrt(np.square(centred_SD).mean())) or 1.0
         known_K, y_K = np.unique(y_S, return_inverse=True)
-        weight_KE = _nesterov(np.c_[centred_SD / scale, np.ones(len(y_S))], y_K, len(known_K), steps)
         weight, bias = np.zeros((n_classes, z_SD.shape[1]), np.float32), np.full(n_classes, -np.inf, np.float32)
-        weight[known_K] = weight_KE[:, :-1] / scale
-        bias[known_K] = weight_KE[:, -1] - weight_KE[:, :-1] @ mean_D / scale
+        weight[known_K], bias[known_K] = _fitted(z_SD, np.eye(len(known_K))[y_K], softmax, steps)
         return cls(weight, bias)
 
     def probabilities(self, z_nD: Array) -> Array:
@@ -58,15 +56,51 @@ class Head:
         return softmax(z_nD @ self.weight.T + self.bias)
 
 
-def _nesterov(x_SE: Array, y_S: Array, n_classes: int, steps: int) -> Array:
-    """float64 [N, E], E = D + 1: weights and, in the last column, biases, which do not decay."""
-    target_SN = np.eye(n_classes)[y_S]
+@dataclass(frozen=True, eq=False)
+class LabelHead:
+    """A logistic regression for each label. weight: float32 [N, D]. bias: float32 [N]."""
+
+    weight: Array
+    bias: Array
+
+    @classmethod
+    def fit(cls, z_SD: Array, y_SN: Array, *, steps: int = STEPS) -> LabelHead:
+        """Fits a head to embedded samples z_SD with labels y_SN, 0 or 1. A label without a sample that carries it, or
+        without one that does not, gets a bias only. Deterministic. Raises StateError without a sample, DataError for
+        other shapes or embeddings that are not finite."""
+        if not len(y_SN):
+            raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
+        if z_SD.ndim != 2 or y_SN.ndim != 2 or len(z_SD) != len(y_SN):
+            raise DataError(f"embeddings {list(z_SD.shape)} with labels {list(y_SN.shape)}",
+                            expected="[S, D] with [S, N]")
+        if not np.isfinite(z_SD).all():
+            raise DataError("an embedding holds a value that is not finite")
+        return cls(*_fitted(z_SD, y_SN.astype(np.float64), sigmoid, steps))
+
+    def answers(self, z_nD: Array) -> Array:
+        """Logits float32 [n, N]."""
+        return np.asarray(z_nD @ self.weight.T + self.bias, np.float32)
+
+
+def _fitted(z_SD: Array, target_SN: Array, link: Callable[[Array], Array], steps: int) -> tuple[Array, Array]:
+    """(weight [N, D], bias [N]), float32. link: logits -> probabilities."""
+    mean_D = z_SD.mean(0, dtype=np.float64)
+    centred_SD = z_SD - mean_D
+    scale = float(np.sqrt(np.square(centred_SD).mean())) or 1.0
+    weight_NE = _nesterov(np.c_[centred_SD / scale, np.ones(len(z_SD))], target_SN, link, steps)
+    bias_N = weight_NE[:, -1] - weight_NE[:, :-1] @ mean_D / scale
+    return (weight_NE[:, :-1] / scale).astype(np.float32), bias_N.astype(np.float32)
+
+
+def _nesterov(x_SE: Array, target_SN: Array, link: Callable[[Array], Array], steps: int) -> Array:
+    """float64 [N, E], E = D + 1: weights and, in the last column, biases, which do not decay. The curvature bounds that
+    of softmax and of sigmoids."""
     decay_E = np.full(x_SE.shape[1], DECAY)
     decay_E[-1] = 0.0
     rate = 1 / (_curvature(x_SE) + DECAY)
-    weight_NE = ahead_NE = np.zeros((n_classes, x_SE.shape[1]))
+    weight_NE = ahead_NE = np.zeros((target_SN.shape[1], x_SE.shape[1]))
     for k in range(steps):
-        error_SN = softmax(x_SE @ ahead_NE.T) - target_SN
+        error_SN = link(x_SE @ ahead_NE.T) - target_SN
         before_NE, weight_NE = weight_NE, ahead_NE - rate * (error_SN.T @ x_SE / len(x_SE) + decay_E * ahead_NE)
         ahead_NE = weight_NE + k / (k + 3) * (weight_NE - before_NE)
     return weight_NE

@@ -276,7 +276,9 @@ class Answer:
     answer. classes: names of the columns of ``probabilities`` when the device has classes of its own after the fleet's,
     else empty. graph: the one that answered, ``predict``, or ``embed`` or ``embed-int8`` when samples are compared.
     outputs, values: of a task: names of the numbers, and a row of them for each sample, in the user's unit; labels and
-    probabilities are then empty.
+    probabilities are then empty. label_sets: of a fleet with several labels: those of each sample; outputs then names
+    the columns of probabilities, and labels and values are empty. threshold, alarms: of a fleet that detects anomalies:
+    the score above which a sample is an alarm, and whether each is; None and empty if no quiet sample is held back.
     """
 
     labels: tuple[str, ...] = ()
@@ -290,8 +292,17 @@ class Answer:
     graph: str = field(default="", metadata={"max_length": 32})
     outputs: tuple[str, ...] = field(default=(), metadata={"max_length": 1000, "sparse": True})
     values: tuple[tuple[float, ...], ...] = field(default=(), metadata={"sparse": True})
+    label_sets: tuple[tuple[str, ...], ...] = field(default=(), metadata={"sparse": True})
+    threshold: float | None = field(default=None, metadata={"sparse": True})
+    alarms: tuple[bool, ...] = field(default=(), metadata={"sparse": True})
+
+    @property
+    def scored(self) -> list[tuple[str, str, str, str]]:
+        """Number, score, threshold and alarm of each sample, for people."""
+        return [(str(n), f"{row[0]:.6g}", f"{self.threshold:.6g}", "ALARM" if alarm else "-")
+                for n, (row, alarm) in enumerate(zip(self.values, self.alarms, strict=True))]
 
     @property
     def samples(self) -> int:
         """How many samples it answers."""
-        return len(self.labels) or len(self.values)
+        return len(self.labels) or len(self.values) or len(self.label_sets)

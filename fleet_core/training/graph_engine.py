@@ -147,7 +147,7 @@ class GraphSteps:
         (draw,) = draws
         parts = [(augmented(self._hyper.augment, self._x[index], self._rng), self._y[index]) for index in draw]
         hyper = self._hyper
-        if self._adaptation in ("proto", "metavers"):
+        if self._adaptation in ("proto", "metavers", "joint"):
             return self._episode(episode(*parts[0], *parts[1], self._classes))
         if self._adaptation == "fedproto":
             return self._fedproto(*parts[1])

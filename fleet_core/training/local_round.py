@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fleet_core.algorithms import freezing
-from fleet_core.algorithms.interface import EPISODIC, INNER, ClientState, GradFn, Method, Payload
+from fleet_core.algorithms.interface import INNER, OWN_LABELS, ClientState, GradFn, Method, Payload
 from fleet_core.base import trees
 from fleet_core.base.errors import ConfigError, DataError, RoundError
 from fleet_core.base.moving_arrays import EVERYTHING, Moving
@@ -171,7 +171,7 @@ class Round:
         progress: Progress | None,
     ) -> Iterator[GradFn]:
         labels = [targets(self._layout, one.y) for one in clients]
-        if self._method.adaptation in EPISODIC:
+        if self._method.adaptation in OWN_LABELS:
             labels = [np.unique(y, return_inverse=True)[1].reshape(-1) for y in labels]
             classes = max(int(y.max()) + 1 for y in labels)
         data = [(one.x, y, one.rng) for one, y in zip(clients, labels, strict=True)]
@@ -266,7 +266,7 @@ def check(method: Method, layout: Layout, x: Samples, y: Samples) -> int:
         return len(layout.answers)
     if y.min() < 0:
         raise DataError(f"the label {y.min()} is negative")
-    if y.max() >= len(layout.classes) and method.personalizer not in ("proto", "gp"):
+    if y.max() >= len(layout.classes) and method.adaptation not in OWN_LABELS:
         raise DataError(
             f"the label {y.max()} is not a class of the fleet, which has {len(layout.classes)}",
             hint="for classes of the device's own use a method whose class means stay on the device",

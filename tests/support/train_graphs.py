@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from cloud_server.records.fleet_folder import Fleet
 from edge_agent.compute.onnx_session import open_function, open_kind
 from export.graph import export_graph
 from export.train_graph import export_train
@@ -14,14 +15,15 @@ from fleet_core.base import trees
 from fleet_core.base.trees import Params
 from fleet_core.learning import models
 from fleet_core.model.layout import Layout
-from fleet_core.model.train_graph import NEEDS, TrainGraph
+from fleet_core.model.train_graph import NEEDS, TrainGraph, pack
 from fleet_core.training.graph_engine import Opened
 from tests.support.simulation import SEED, hyper_of, toy_layout
 
 ABLE = [name for name, method in METHODS.items() if method.adaptation in NEEDS]
 """The methods that train without torch."""
 
-OF_LOSS = {"entropy": "per-fedavg-exact", "proto": "pfldyn-proto", "metavers": "metavers", "fedproto": "fedproto"}
+OF_LOSS = {"entropy": "per-fedavg-exact", "proto": "pfldyn-proto", "metavers": "metavers", "joint": "fedavg-joint",
+           "fedproto": "fedproto"}
 
 
 def train_graph(name: str, layout: Layout | None = None) -> TrainGraph:
@@ -30,6 +32,12 @@ def train_graph(name: str, layout: Layout | None = None) -> TrainGraph:
     made = _made(OF_LOSS[NEEDS[METHODS[name].adaptation][0]], layout.to_json())
     first = trees.only(models.initial(layout, SEED), METHODS[name].personal)
     return replace(made, first=first)
+
+
+def packed(fleet: Fleet, layout: Layout, first: Params) -> bytes:
+    """The graph for a new fleet, as ``create_fleet`` asks for it."""
+    made = train_graph(fleet.method.name, layout)
+    return pack(replace(made, first=trees.only(first, fleet.method.personal)))
 
 
 @cache
@@ -41,6 +49,10 @@ def _made(name: str, layout: str) -> TrainGraph:
 @cache
 def _embedding(layout: str) -> Any:
     return export_graph(Layout.from_json(layout))
+
+
+FP32 = '[link]\nup = "fp32"\ndown = "fp32"\n'
+"""For fleets that are compared: no codec makes a rounding larger."""
 
 
 def opened(graph: TrainGraph) -> Opened:

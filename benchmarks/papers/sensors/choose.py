@@ -1,13 +1,13 @@
 """Chooses every method's hyper-parameters from a small grid; the page's test samples are not used.
 
-    METAFLEET_DATA=CACHE python -m benchmarks.papers.sensors.choose [--only heartbeat|har] [--minutes M]
-        [--out build/papers/sensors-grid] [--jobs N]
+    METAFLEET_DATA=CACHE python -m benchmarks.papers.sensors.choose [--only heartbeat|har] [--methods NAME …]
+        [--minutes M] [--out build/papers/sensors-grid] [--jobs N]
 
 ``grid/SET.toml`` are experiments with ``evaluation.within_training``: the training samples are split once more, in
 time, and some of the training devices take the place of new ones. The measure is that of ``metafleet advise``: macro-F1
 of the devices that train and of the new ones, each device weighing the same; of equal candidates the first. The same
 command resumes. When a set's grid is done, ``chosen.json`` has all its candidates, and SET.toml the chosen settings
-below its line.
+below its line. With ``--methods`` only the candidates of these methods are tried, and those of others stay.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sets = sorted(path.stem for path in (HERE / "grid").glob("*.toml"))
     parser.add_argument("--only", choices=sets, nargs="+", default=sets)
+    parser.add_argument("--methods", choices=list(METHODS), nargs="+", default=list(METHODS))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--jobs", type=int, default=0)
@@ -87,11 +89,12 @@ def main() -> None:
     try:
         for name in options.only:
             asked = experiments.load(HERE / "grid" / f"{name}.toml")
+            asked = replace(asked, method=tuple(one for one in asked.method if one.name in options.methods))
             folders = simulate(asked, options.out / name, Options(jobs=options.jobs, device="cpu"), on_round=told(name),
                                say=lambda line: print(line, file=sys.stderr),
                                stopped=lambda: time.monotonic() > ends)
-            found = candidates(folders)
             every = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+            found = {**every.get(name, {}).get("methods", {}), **candidates(folders)}
             write_json(CHOSEN, {**every, name: {"rounds": asked.budget.rounds, "seeds": list(asked.seeds),
                                                 "methods": found}})
             written(HERE / f"{name}.toml", found)

@@ -105,8 +105,22 @@ function details(found) {
   ]) : h("p.note.plain", {}, found.token ? `None yet; a token is good until ${date(found.token.expires_at)}.`
     : "None: this device uses a broker that asks for none.")];
   const last = found.evaluations.at(-1) ?? {};
-  const measured = ["before", "after"].flatMap((stage) => Object.entries(last[stage]?.measures?.mae ?? {})
+  const of = (stage, measure) => Object.entries(last[stage]?.measures?.[measure] ?? {});
+  const measured = ["before", "after"].flatMap((stage) => of(stage, "mae")
     .map(([output, mae]) => [stage, output, mae.toPrecision(4), last[stage].measures.r2?.[output]?.toFixed(3) ?? ABSENT]));
+  const labelled = ["before", "after"].flatMap((stage) => [
+    ...of(stage, "micro_f1").map(([, f1]) => [stage, "all labels together", f1.toFixed(3)]),
+    ...of(stage, "f1").map(([label, f1]) => [stage, label, f1.toFixed(3)])]);
+  const alarmed = ["before", "after"].flatMap((stage) => of(stage, "alarms").map(([samples, share]) => [stage, samples,
+    share.toFixed(4), samples === "anomaly" ? last[stage].measures.auroc?.all?.toFixed(3) ?? ABSENT : ABSENT]));
+  if (alarmed.length) {
+    parts.push(h("h2", {}, "Its alarms on test samples"), table("Share of samples with an alarm, by stage", [["stage",
+      "left"], ["samples", "left"], "alarms", "AUROC"], alarmed));
+  }
+  if (labelled.length) {
+    parts.push(h("h2", {}, "Its answers on test samples"), table("F1 by stage and label", [["stage", "left"],
+      ["label", "left"], "F1"], labelled));
+  }
   if (measured.length) {
     parts.push(h("h2", {}, "Its errors on test samples"), table("Errors by stage and output", [["stage", "left"],
       ["output", "left"], "MAE", "R²"], measured));
@@ -164,9 +178,10 @@ async function base64(file) {
 }
 
 function answered(found, names) {
-  const numbers = found.outputs?.length > 0;
-  const classes = numbers ? found.outputs : found.classes?.length ? found.classes : names;
-  const rows = numbers ? found.values.map((row, k) => [String(k), "", ...row.map((value) => value.toPrecision(6))])
+  const several = found.label_sets?.length > 0, numbers = found.outputs?.length > 0 && !several;
+  const classes = numbers || several ? found.outputs : found.classes?.length ? found.classes : names;
+  const rows = several ? found.label_sets.map((labels, k) => [String(k), h("b", {}, labels.join(", ") || "none"),
+    ...found.probabilities[k].map((p) => share(p))]) : numbers ? found.values.map((row, k) => [String(k), found.alarms?.[k] ? h("b", {}, "ALARM") : "", ...row.map((value) => value.toPrecision(6))])
     : found.labels.map((label, k) => [String(k), h("b", {}, `${label}${found.unknown?.[k] ? " (unknown)" : ""}`),
     ...found.probabilities[k].map((p) => share(p))]);
   return h("div", {}, table("The device's answers", ["sample", ["answer", "left"], ...classes], rows),

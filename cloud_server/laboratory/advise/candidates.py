@@ -1,20 +1,21 @@
 """The candidates of ``advise``: a method with a model and a codec, its figures, and when two of them differ.
 
 A candidate's score is macro-F1, which weighs a rare class as much as a frequent one, averaged over the devices that
-trained and the new ones. Two candidates differ if their scores differ by more than the spread of that difference over
-seeds, and by at least half a point; with one seed, by two points. A codec may lose as much as the score in full
-precision varies over seeds, at least half a point; how much the score with the codec varies does not matter.
+trained and the new ones; of models that predict numbers, the MAE in deviations, of which less is better. Two candidates
+differ if their scores differ by more than the spread of that difference over seeds, and by at least half a point (0.005
+deviations); with one seed, by two points. A codec may lose as much as the score in full precision varies over seeds, at
+least half a point; how much the score with the codec varies does not matter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare.comparison import Stat, stat
-from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Scores
+from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, ERROR, FinishedRun, Scores
 from cloud_server.laboratory.plan.experiment import PLAIN
 
 LEAST_GAP, GAP_OF_ONE_SEED = 0.005, 0.02
@@ -25,8 +26,9 @@ IN_LABEL = "/", "_"  # UP/DOWN is UP_DOWN in a label, which is part of a folder'
 class Candidate:
     """A method with a model and a codec, and its figures. score: macro-F1 over all devices, old and new. mean, worst:
     accuracy of the devices that trained; new: mean accuracy of the new ones. payload, flops, joules: costs of one
-    device in one round. risen: increase of the accuracy in the second half of the rounds. pooled: score over all test
-    samples of the devices that trained; loss: their loss in the last round. Both are means over seeds."""
+    device in one round. risen: how much better the mean became in the second half of the rounds. pooled: score over all
+    test samples of the devices that trained; loss: their loss in the last round. Both are means over seeds. measure:
+    ``error`` of models that predict numbers: score, mean, worst, new and error, in place of pooled, are of that."""
 
     method: str
     model: str
@@ -41,6 +43,12 @@ class Candidate:
     pooled: Score | None = None
     loss: float | None = None
     codec: str = PLAIN
+    measure: str = field(default=ACCURACY, metadata={"sparse": True})
+    error: float | None = None
+
+    def better(self, value: float) -> float:
+        """``value`` of a score, so that more is better."""
+        return -value if self.measure == ERROR else value
 
     @property
     def name(self) -> str:
@@ -75,6 +83,8 @@ def _candidate(group: Sequence[FinishedRun], cohort: int) -> Candidate:
         stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
         each("flops"), each("joules"), sum(_risen(run) for run in group) / len(group), _pooled(group),
         _mean([run.loss for run in group]), codec[0].replace(IN_LABEL[1], IN_LABEL[0]) if codec else PLAIN,
+        group[0].measure,
+        _mean([run.last[DEVICES].get("pooled") for run in group]) if group[0].measure == ERROR else None,
     )
 
 
@@ -94,14 +104,21 @@ def _new(run: FinishedRun) -> Scores:
 
 
 def score(run: FinishedRun) -> float:
-    """Macro-F1 of the devices that train and of the new ones; all devices weigh the same."""
+    """Macro-F1, or error, of the devices that train and of the new ones; all devices weigh the same."""
+    key = "mean" if run.measure == ERROR else "macro_f1"
     evaluated = [scores for scores in (run.last[DEVICES], _new(run)) if scores]
-    return sum(of["macro_f1"] * of["devices"] for of in evaluated) / sum(of["devices"] for of in evaluated)
+    return sum(of[key] * of["devices"] for of in evaluated) / sum(of["devices"] for of in evaluated)
 
 
 def _risen(run: FinishedRun) -> float:
-    """Increase of the mean accuracy from the first to the last evaluation."""
-    return run.points[-1].scores[DEVICES]["mean"] - run.points[0].scores[DEVICES]["mean"]
+    """Increase of the mean accuracy, or decrease of the mean error, from the first to the last evaluation."""
+    risen = run.points[-1].scores[DEVICES]["mean"] - run.points[0].scores[DEVICES]["mean"]
+    return -risen if run.measure == ERROR else risen
+
+
+def behind(one: Candidate, other: Candidate) -> float:
+    """How much worse the score of ``other`` is than that of ``one``."""
+    return one.better(one.score.mean) - other.better(other.score.mean)
 
 
 def gap(one: Candidate, other: Candidate) -> float:
@@ -112,7 +129,7 @@ def gap(one: Candidate, other: Candidate) -> float:
 
 
 def most_lost(one: Candidate) -> float:
-    """How much lower the score with a codec may be than that of ``one``, in full precision."""
+    """How much worse the score with a codec may be than that of ``one``, in full precision."""
     return GAP_OF_ONE_SEED if one.score.std is None else max(LEAST_GAP, one.score.std)
 
 
@@ -120,5 +137,5 @@ def cheapest(one: Candidate, coded: Sequence[Candidate]) -> Candidate | None:
     """The candidate of ``coded`` with the fewest bytes among those that lose no more than ``most_lost``; None if all
     lose more. A candidate without all seeds, because a run failed, is not taken. coded: ``one`` with codecs."""
     kept = [other for other in coded
-            if other.score.seeds == one.score.seeds and one.score.mean - other.score.mean <= most_lost(one)]
+            if other.score.seeds == one.score.seeds and behind(one, other) <= most_lost(one)]
     return min(kept, key=lambda other: other.payload, default=None)

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, phase_text
-from cloud_server.laboratory.advise.candidates import LEAST_GAP, Candidate, cheapest, gap, most_lost
+from cloud_server.figures.scores import ERROR as MAE_IN_DEVIATIONS
+from cloud_server.laboratory.advise.candidates import LEAST_GAP, Candidate, behind, cheapest, gap, most_lost
+from cloud_server.laboratory.advise.error_baselines import BASELINES, ErrorBaselines
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
 from cloud_server.laboratory.compare.comparison import Stat, present
+from cloud_server.laboratory.compare.finished_runs import ERROR
 from cloud_server.laboratory.compare.tables import aligned, share, stat_text
 from fleet_core.base import schema
 
@@ -25,6 +28,10 @@ RISING, FEW_ROUNDS = 0.01, 20
 OTHERS_TOLD = 3
 LEGEND = """macro-F1: over all devices, old and new; accuracy, worst device: of those that trained
 plain baseline, most frequent class: on all later samples of those that trained
+bytes, arithmetic, energy: of one device in one round
+"""
+ERROR_LEGEND = f"""{MAE_IN_DEVIATIONS}, less is better: all devices: old and new; worst device: of those that trained
+ridge regression, mean: on all later samples of those that trained
 bytes, arithmetic, energy: of one device in one round
 """
 
@@ -53,12 +60,12 @@ def decide(
     remarks: tuple[str, ...] = (),
 ) -> Advice:
     """The advice from one or more candidates. Candidates with fewer seeds than others are not chosen."""
-    ranked = sorted(known, key=lambda one: -one.score.mean)
+    ranked = sorted(known, key=lambda one: -one.better(one.score.mean))
     seeds = max(one.score.seeds for one in ranked)
     evaluated = [one for one in ranked if one.score.seeds == seeds]
     best = evaluated[0]
-    tied = [one for one in evaluated if best.score.mean - one.score.mean <= gap(best, one)]
-    chosen = min(tied, key=lambda one: (one.payload, -one.worst.mean, -one.score.mean))
+    tied = [one for one in evaluated if behind(best, one) <= gap(best, one)]
+    chosen = min(tied, key=lambda one: (one.payload, -one.better(one.worst.mean), -one.better(one.score.mean)))
     taken = cheapest(_federated(chosen, ranked), coded)
     codec = taken.codec if taken else EXACT if coded else CODEC
     return Advice(chosen, tuple(ranked), tuple(tied), tuple(coded), codec, rounds, minutes, remarks)
@@ -76,16 +83,21 @@ def on_the_wire(advice: Advice) -> Candidate:
 
 def _federated(chosen: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     most = max(one.score.seeds for one in ranked)
-    sending = sorted((one for one in ranked if one.payload), key=lambda one: (one.score.seeds < most, -one.score.mean))
+    sending = sorted((one for one in ranked if one.payload),
+                     key=lambda one: (one.score.seeds < most, -one.better(one.score.mean)))
     return chosen if chosen.payload or not sending else sending[0]
 
 
-def baseline_facts(advice: Advice, baselines: SimpleBaselines) -> dict[str, Any]:
+def baseline_facts(advice: Advice, baselines: SimpleBaselines | ErrorBaselines) -> dict[str, Any]:
     """The scores of the simple baselines, and warnings about candidates that are no better."""
     one = federated(advice)
-    warnings = [] if one.pooled is None else baselines.warnings(one.name, one.pooled, one.loss, advice.rounds)
     others = [*((other.name, other) for other in advice.ranked if other is not one),
               *((f"{other.name}, {other.codec}", other) for other in advice.coded)]
+    if isinstance(baselines, ErrorBaselines):
+        warnings = [text for name, other in [(one.name, one), *others] if other.error is not None
+                    for text in baselines.warnings(name, other.error, advice.rounds, plain=other is one)]
+        return {**baselines.facts(), "warnings": warnings}
+    warnings = [] if one.pooled is None else baselines.warnings(one.name, one.pooled, one.loss, advice.rounds)
     for name, other in others:
         if other.pooled is not None:
             warnings += baselines.near_chance(name, other.pooled, other.loss, advice.rounds)
@@ -112,6 +124,13 @@ def _recommendation(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _expected_accuracy(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     one = federated(advice)
+    if one.measure == ERROR:
+        yield (f"A device's answers are then off by {stat_text(one.mean)} deviations of the targets (mean over "
+               f"{facts['devices']} devices{_over(one.mean)}), those of the worst device by {stat_text(one.worst)}.")
+        if one.new is not None:
+            yield (f"Those of the {facts['new_devices']} devices that took no part and learn from the first "
+                   f"{100 * facts['support']:g} % of their time are off by {stat_text(one.new)}.")
+        return
     yield (f"A device then answers {_points(one.mean)} of its later samples right (mean over {facts['devices']} devices"
            f"{_over(one.mean)}), the worst device {_points(one.worst)}.")
     if one.new is not None:
@@ -122,9 +141,13 @@ def _expected_accuracy(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str
 def _baselines(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     """The simple baselines on the same samples, and the warnings."""
     simple = [(f"a plain baseline, {plain['method']}, that learned from all devices together", plain["accuracy"])
-              for plain in (facts.get("plain"),) if plain]
+              for plain in (facts.get("plain"),) if isinstance(plain, Mapping)]
     simple += [("each device's most frequent class", facts["frequent"]["accuracy"])] if "frequent" in facts else []
-    if simple:
+    errors = [(f"{title} is off by", facts[key]) for key, title in BASELINES if facts.get("measure") == ERROR
+              and key in facts]
+    if errors:
+        yield "For comparison: " + "; ".join(f"{name} {error:.3f}" for name, error in errors) + "."
+    elif simple:
         yield "For comparison: " + "; ".join(f"{name} has {100 * accuracy:.1f} %" for name, accuracy in simple) + "."
     yield from (f"Warning: {text}." for text in facts.get("warnings", ()))
 
@@ -135,13 +158,13 @@ def _reasons(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     if others:
         listed = together([f"{one.name} ({share(one.score.mean)})" for one in others])
         equals = any(one.payload == chosen.payload for one in others)
-        yield (f"Why: its macro-F1 over all devices, old and new, is {share(chosen.score.mean)}, which these runs do "
-               f"not tell apart from {listed}; of these it sends the fewest bytes"
+        yield (f"Why: its {_figure(chosen)} over all devices, old and new, is {share(chosen.score.mean)}, which these "
+               f"runs do not tell apart from {listed}; of these it sends the fewest bytes"
                + (", and of those that send equally few its worst device is the best." if equals else "."))
     else:
-        yield (f"Why: its macro-F1 over all devices, old and new, is {share(chosen.score.mean)}, the best of "
+        yield (f"Why: its {_figure(chosen)} over all devices, old and new, is {share(chosen.score.mean)}, the best of "
                f"{len(advice.ranked)} pairs of method and model by more than the spread.")
-    if best.score.mean > chosen.score.mean and best not in advice.tied:
+    if behind(best, chosen) > 0 and best not in advice.tied:
         yield f"{best.name} had {share(best.score.mean)}, but with fewer seeds."
     alone = next((one for one in advice.ranked if not one.payload and one.model == chosen.model), None)
     if alone is not None and chosen.payload:
@@ -158,11 +181,15 @@ def _alternatives(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _differences(other: Candidate, one: Candidate) -> Iterator[str]:
-    yield f"macro-F1 {other.score.mean - one.score.mean:+.3f}"
-    yield f"accuracy {_signed(other.mean.mean - one.mean.mean)} points"
-    yield f"the worst device {_signed(other.worst.mean - one.worst.mean)}"
+    yield f"{_figure(one)} {other.score.mean - one.score.mean:+.3f}"
+    signed = _signed
+    if one.measure == ERROR:
+        signed = "{:+.3f}".format
+    else:
+        yield f"accuracy {signed(other.mean.mean - one.mean.mean)} points"
+    yield f"the worst device {signed(other.worst.mean - one.worst.mean)}"
     if other.new is not None and one.new is not None:
-        yield f"new devices {_signed(other.new.mean - one.new.mean)}"
+        yield f"new devices {signed(other.new.mean - one.new.mean)}"
     if one.payload:
         yield _times(other.payload / one.payload, "bytes")
     if one.flops and other.flops:
@@ -185,10 +212,10 @@ def _bytes(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
                        if other != taken])
     if taken == one:
         yield (f"A device sends and receives {bytes_text(one.payload)} a round without a codec; each that was tried "
-               f"loses more than {most:.3f} of macro-F1 ({why}): {others}.")
+               f"loses more than {most:.3f} of {_figure(one)} ({why}): {others}.")
         return
     yield (f"{taken.codec} on the wire brings a device's bytes of a round from {bytes_text(one.payload)} to "
-           f"{bytes_text(taken.payload)}, and changes macro-F1 by {taken.score.mean - one.score.mean:+.3f}.")
+           f"{bytes_text(taken.payload)}, and changes {_figure(one)} by {taken.score.mean - one.score.mean:+.3f}.")
     if others:
         yield (f"Of the codecs tried it sends the fewest bytes and loses no more than {most:.3f} ({why}); the others: "
                f"{others}.")
@@ -217,14 +244,17 @@ def _certainty(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     if advice.rounds < FEW_ROUNDS:
         yield f"{advice.rounds} rounds are few: methods that learn slowly look worse here than they are."
     if one.risen > RISING:
-        yield (f"Its accuracy still rose by {100 * one.risen:.1f} points in the second half of the rounds: a larger "
-               "budget may change the order.")
+        moved = f"error still fell by {one.risen:.3f}" if one.measure == ERROR else (
+            f"accuracy still rose by {100 * one.risen:.1f} points")
+        yield f"Its {moved} in the second half of the rounds: a larger budget may change the order."
     yield from (f"Note: {remark}." for remark in advice.remarks)
 
 
 def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
     """All candidates, the best first, the recommended one with each codec, and the simple baselines in ``facts``."""
-    heads = ("", "macro-F1", "accuracy", "worst device", "new devices", "bytes", "arithmetic", "energy", "seeds")
+    errors = advice.chosen.measure == ERROR
+    figures = ("all devices", "trained") if errors else ("macro-F1", "accuracy")
+    heads = ("", *figures, "worst device", "new devices", "bytes", "arithmetic", "energy", "seeds")
     named = [*((one.name, one) for one in advice.ranked), *((f"{one.name}, {one.codec}", one) for one in advice.coded)]
     rows = [
         (name, stat_text(one.score), stat_text(one.mean), stat_text(one.worst), stat_text(one.new),
@@ -232,10 +262,14 @@ def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
          ABSENT if one.joules is None else phase_text(one.joules), str(one.score.seeds))
         for name, one in named
     ]
-    simple = {"plain baseline": (facts or {}).get("plain"), "most frequent class": (facts or {}).get("frequent")}
-    others = [(name, share(score["macro_f1"]), share(score["accuracy"]), *[ABSENT] * 6)
-              for name, score in simple.items() if score]
-    return "\n".join(aligned([heads, *rows, *others])) + "\n" + LEGEND
+    known = facts or {}
+    if errors:
+        others = [(title, ABSENT, share(known[key]), *[ABSENT] * 6) for key, title in BASELINES if key in known]
+    else:
+        simple = {"plain baseline": known.get("plain"), "most frequent class": known.get("frequent")}
+        others = [(name, share(score["macro_f1"]), share(score["accuracy"]), *[ABSENT] * 6)
+                  for name, score in simple.items() if score]
+    return "\n".join(aligned([heads, *rows, *others])) + "\n" + (ERROR_LEGEND if errors else LEGEND)
 
 
 def to_json(advice: Advice) -> dict[str, Any]:
@@ -247,6 +281,11 @@ def to_json(advice: Advice) -> dict[str, Any]:
 def together(words: Sequence[str]) -> str:
     """The words as ``a, b and c``; empty without any."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def _figure(one: Candidate) -> str:
+    """What a score is."""
+    return MAE_IN_DEVIATIONS if one.measure == ERROR else "macro-F1"
 
 
 def _points(one: Stat) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,12 @@ class Recordings:
     remarks: tuple[str, ...]
 
 
-def recordings(data: str, window: int | None = None, stride: int | None = None) -> Recordings:
-    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. Raises DataError if
-    methods cannot be compared on it."""
+def recordings(
+    data: str, window: int | None = None, stride: int | None = None, outputs: Sequence[str] | None = None
+) -> Recordings:
+    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. outputs: names of the
+    numbers to predict, empty for the file's own; None for classes. Raises DataError if methods cannot be compared on
+    it."""
     named = data in entries()
     if not named and not Path(data).exists():
         near = schema.suggest(data, entries())
@@ -54,8 +57,11 @@ def recordings(data: str, window: int | None = None, stride: int | None = None) 
                         where=data, expected=f"a path, or one of {', '.join(entries())}")
     if named and (window is not None or stride is not None):
         raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
+    if named and outputs is not None:
+        raise DataError("is a named set, which has classes", where=data, hint="leave out --task regression")
     found = load_set(data) if named else None
-    samples = load(Path(data), window=window, stride=stride) if found is None else pool(found.train, found.test)
+    samples = load(Path(data), window=window, stride=stride, outputs=outputs) if found is None else pool(
+        found.train, found.test)
     if samples.client is None:
         raise DataError("names no client, so it is unknown which samples belong to one device", where=data,
                         hint="add an array or a column 'client'")
@@ -67,7 +73,10 @@ def recordings(data: str, window: int | None = None, stride: int | None = None) 
             where=data,
             expected=f"{MIN_CLIENTS} such clients: some to train, others to evaluate",
         )
-    held = np.array([len(np.unique(samples.y[index == k])) for k in enough])
+    held = np.array([len(np.unique(samples.y[index == k], axis=0)) for k in enough])
+    if samples.outputs and held.max() < 2:
+        raise DataError("holds clients whose targets never change: their mean would be right", where=data,
+                        expected="targets that differ")
     if held.max() < 2:
         whole = "one class alone" if len(np.unique(samples.y)) < 2 else "clients of one class each"
         raise DataError(f"holds {whole}: a constant answer would be right", where=data,
@@ -77,7 +86,7 @@ def recordings(data: str, window: int | None = None, stride: int | None = None) 
     if not named:
         remarks = [*samples.notes, *model_input.remarks(samples.x), *remarks]
         spec = model_input.standardized(by_time(samples, TRAIN_FRACTION)[0].x)
-        cut = schema.present({"window": window, "stride": stride})
+        cut = schema.present({"window": window, "stride": stride, "outputs": list(outputs or ()) or None})
         section = {"path": data, **cut, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
     models = models_for(samples, found.entry.model if found else "")
     return Recordings(samples, section, len(enough), models, tuple(remarks))
@@ -88,9 +97,11 @@ def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[s
     said = {
         f"{few} of {names} clients have fewer than {MIN_SAMPLES} samples and are left out": few > 0,
         f"{MAX_CLIENTS} of {len(held)} clients are used, drawn at random": len(held) > MAX_CLIENTS,
-        f"{one} of {len(held)} clients hold one class alone, which makes adapting easy": one > 0,
+        f"{one} of {len(held)} clients hold one class alone, which makes adapting easy":
+            one > 0 and not samples.outputs,
         "there are no times: the order of the rows is used instead": samples.time is None,
-        "the classes have no names, which a fleet needs: add an array 'classes'": samples.classes is None,
+        "the classes have no names, which a fleet needs: add an array 'classes'":
+            samples.classes is None and not samples.outputs,
     }
     return [text for text, applies in said.items() if applies]
 

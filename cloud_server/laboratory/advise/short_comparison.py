@@ -6,7 +6,8 @@
 4. the best of all, and training alone, with two more seeds;
 5. the recommended one with a few codecs.
 
-A plain baseline and the most frequent class are measured on the same samples.
+A plain baseline and the most frequent class are measured on the same samples; for numbers, ridge regression and each
+device's mean.
 
 The devices are the clients of the data, each split along time. A fifth of them never train: they are the new devices.
 Every method runs with its default hyper-parameters.
@@ -25,8 +26,9 @@ from typing import Any, TypeVar
 
 from cloud_server.choices import codec_catalogue
 from cloud_server.choices.first_settings import toml_with_defaults
-from cloud_server.laboratory.advise import simple_baselines
+from cloud_server.laboratory.advise import error_baselines, simple_baselines
 from cloud_server.laboratory.advise.candidates import Candidate, candidates, label_of
+from cloud_server.laboratory.advise.error_baselines import ErrorBaselines
 from cloud_server.laboratory.advise.recommendation import CODEC, Advice, baseline_facts, decide, federated, together
 from cloud_server.laboratory.advise.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
@@ -42,6 +44,7 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.base.processes import typed
 from fleet_core.board import catalogue
 from fleet_core.power.energy_model import BoardModel
+from fleet_core.tasks.regression import KIND, LOSSES
 
 METHODS_TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
 """The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors): for each kind of
@@ -64,7 +67,8 @@ Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
 @dataclass(frozen=True)
 class Options:
     """data: a named set or a file. board: the profile that gives joules. window, stride: how a file of readings is cut
-    into windows. codecs: the codecs to try with the best method, each NAME for both ways or UP/DOWN."""
+    into windows. codecs: the codecs to try with the best method, each NAME for both ways or UP/DOWN. outputs, loss: of
+    numbers to predict, as in an experiment; outputs are None for classes."""
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})
@@ -72,6 +76,13 @@ class Options:
     window: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     codecs: tuple[str, ...] = field(default=CODECS_TRIED, metadata={"max_length": 100})
+    outputs: tuple[str, ...] | None = field(default=None, metadata={"sparse": True})
+    loss: str = field(default=LOSSES[0], metadata={"choices": LOSSES, "sparse": True})
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that are tried."""
+        return tuple(name for name in METHODS_TRIED if self.outputs is None or not METHODS[name].needs_classes)
 
 
 @dataclass(frozen=True)
@@ -105,12 +116,13 @@ def advise(
 
     Raises DataError for data that cannot be evaluated, and ConfigError for a budget that is too short.
     """
-    work = _Work(options, recordings(options.data, options.window, options.stride), out, simulate, cores, clock)
+    found = recordings(options.data, options.window, options.stride, options.outputs)
+    work = _Work(options, found, out, simulate, cores, clock)
     for remark in work.remarks:
         say(f"note: {remark}")
     plan = work.plan()
     others = plan.models[plan.whole :]
-    say(f"{plan.rounds} rounds of {len(METHODS_TRIED)} methods with {together(plan.models[: plan.whole])}"
+    say(f"{plan.rounds} rounds of {len(options.methods)} methods with {together(plan.models[: plan.whole])}"
         + (f", and of the best {BEST_METHODS} with {together(others)}" if others else ""))
     return work.outcome(work.advice(plan))
 
@@ -125,7 +137,7 @@ class _Work:
         self._simulate, self._cores, self._clock, self._started = simulate, cores, clock, clock()
         self._models = {model.label: model for model in found.models}
         self.remarks = list(found.remarks)
-        first = self._experiment("first", found.models[0].label, METHODS_TRIED, (0,), 1, PLAIN, cohort=0)
+        first = self._experiment("first", found.models[0].label, options.methods, (0,), 1, PLAIN, cohort=0)
         self._workload = workloads.build(first)
 
     # Plan -------------------------------------------------------------------------------------------------------------
@@ -141,7 +153,8 @@ class _Work:
             raise ConfigError("holds an advice with other options", where=str(self._out), hint="give another --out")
         plan = _stored(self._out / "plan.json", Plan)
         if plan is None:
-            plan = Plan(*fitting_plan(*self._measure_rounds(), self._left_s, self._cores, len(self._options.codecs)))
+            plan = Plan(*fitting_plan(*self._measure_rounds(), self._left_s, self._cores, len(self._options.codecs),
+                                      len(self._options.methods)))
             storage.write_json(self._out / "plan.json", schema.plain(plan))
         left = [label for label in self._models if label not in plan.models]
         self.remarks += [f"the budget left no time for {together(left)}"] if left else []
@@ -172,7 +185,7 @@ class _Work:
         """Runs the plan. Raises ConfigError if no run ends."""
         known = [
             run for label in plan.models[: plan.whole]
-            for run in self._run("first", label, METHODS_TRIED, (0,), plan.rounds, f"all methods with {label}")
+            for run in self._run("first", label, self._options.methods, (0,), plan.rounds, f"all methods with {label}")
         ]
         if not known:
             raise ConfigError("every method failed on these data", hint="; ".join(self.remarks))
@@ -190,7 +203,7 @@ class _Work:
         """Runs the best method with each codec, as far as the budget allows. Runs none if the method is near chance,
         because no codec could make it worse."""
         left = list(self._options.codecs) if one.payload else []
-        if left and one.pooled and self.simple.near_chance(one.name, one.pooled, one.loss, rounds):
+        if left and self._near_chance(one, rounds):
             self.remarks.append(f"no codec was tried, because {one.name} is near chance")
             return []
         coded = list[FinishedRun]()
@@ -199,9 +212,16 @@ class _Work:
             coded += self._run(stage, one.model, (one.method,), seeds, rounds, f"{one.name}, {codec}", codec)
         return candidates(coded, self._cohort)
 
+    def _near_chance(self, one: Candidate, rounds: int) -> bool:
+        if isinstance(self.simple, ErrorBaselines):
+            return one.error is not None and self.simple.near_mean(one.error)
+        return one.pooled is not None and bool(self.simple.near_chance(one.name, one.pooled, one.loss, rounds))
+
     @cached_property
-    def simple(self) -> SimpleBaselines:
-        return simple_baselines.on_test_samples(self._workload)
+    def simple(self) -> SimpleBaselines | ErrorBaselines:
+        if self._workload.task is None:
+            return simple_baselines.on_test_samples(self._workload)
+        return error_baselines.on_test_samples(self._workload)
 
     def _other_models(self, labels: Sequence[str], rounds: int, first: Sequence[FinishedRun]) -> list[FinishedRun]:
         """Runs the best methods with further models. ``logistic``, which is only a head, needs methods that share
@@ -255,7 +275,8 @@ class _Work:
         model, many = self._models[label], self._found.clients > MAX_CLIENTS
         up, down = codec_catalogue.by_way(codec).values()
         return experiments.read({
-            "data": dict(self._found.section), "model": {"name": model.name, "options": dict(model.options)},
+            "data": dict(self._found.section),
+            "model": {"name": model.name, "options": dict(model.options), **self._task},
             "partition": {"kind": "natural", "options": {
                 "split": "time", "train_fraction": TRAIN_FRACTION, "min_samples": MIN_SAMPLES,
                 "max_clients": MAX_CLIENTS if many else 0}},
@@ -266,6 +287,11 @@ class _Work:
             "budget": {"rounds": rounds}, "cohort": cohort, "codec_up": up, "codec_down": down,
             "board": self._options.board,
         })
+
+    @property
+    def _task(self) -> dict[str, Any]:
+        """Keys of an experiment's table ``model``."""
+        return {} if self._options.outputs is None else {"task": KIND, "loss": self._options.loss}
 
     # Outcome ----------------------------------------------------------------------------------------------------------
 
@@ -279,10 +305,14 @@ class _Work:
         if options.board is not None:
             facts["absent"] = dict(BoardModel(catalogue.load(options.board)).absent_terms)
         facts |= baseline_facts(advice, self.simple)
-        one, named = federated(advice), self._found.samples.classes is not None
+        samples, task = self._found.samples, self._workload.task
+        one, named = federated(advice), samples.classes is not None or task is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
         cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
                       if value is not None)
+        if task is not None:
+            cut += f" --task {KIND} --loss {task.loss}"
+            cut += f" --outputs {typed(','.join(options.outputs))}" if options.outputs else ""
         command = (f"metafleet init FLEET --data {typed(options.data)}{cut} --method {one.method} --model {model.name} "
                    f"--rounds {rounds}")
         command += f" --codec {codec_catalogue.option(advice.codec)}" if advice.codec != CODEC else ""
@@ -296,7 +326,8 @@ class _Work:
             "fleet": {"name": "advised", "method": one.method, "rounds": rounds,
                       "cohort": self._cohort if self._cohort < devices else 0},
             "model": {"name": model.name, "classes": list(self._workload.classes),
-                      "input": schema.plain(self._workload.spec), "options": dict(model.options)},
+                      "input": schema.plain(self._workload.spec), "options": dict(model.options),
+                      **({} if self._workload.task is None else {"task": schema.plain(self._workload.task)})},
             "link": codec_catalogue.by_way(advice.codec), "hyper": schema.plain(METHODS[one.method].hyper()),
         })
         config.parse(FleetConfig, text, "fleet.toml")
@@ -309,7 +340,8 @@ def later_runs(codecs: int) -> int:
 
 
 def fitting_plan(
-    round_s: Mapping[str, float], overhead_s: float, left_s: float, cores: int, codecs: int
+    round_s: Mapping[str, float], overhead_s: float, left_s: float, cores: int, codecs: int,
+    methods_tried: int = len(METHODS_TRIED),
 ) -> tuple[int, tuple[str, ...], int]:
     """The first of these plans that fits into ``left_s`` seconds, as (rounds, models, how many run with all methods):
     all models; the first two; the first two, but only the faster one with all methods; the faster one alone; the faster
@@ -325,7 +357,7 @@ def fitting_plan(
     both = WITH_ALL_METHODS
     for labels, whole, tried in ((tuple(round_s), both, codecs), (first, both, codecs), (ordered, 1, codecs),
                                  ((fastest,), 1, codecs), ((fastest,), 1, min(1, codecs))):
-        methods = [len(METHODS_TRIED) if number < whole else BEST_METHODS for number in range(len(labels))]
+        methods = [methods_tried if number < whole else BEST_METHODS for number in range(len(labels))]
         runs = sum(methods) + later_runs(tried)
         all_runs_s = sum(number * round_s[label] for number, label in zip(methods, labels, strict=True))
         all_runs_s += later_runs(tried) * max(round_s[label] for label in labels)

@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cloud_server.figures.formatting import bytes_text, flops_text, phase_text
-from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Point
+from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, ERROR, FinishedRun, Point
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
 
 FORMAT = 1
 EXACT, FAMILY = "per-fedavg-exact", "per-fedavg"
-ACCURACY = "accuracy"
-TARGETS_OF = {ACCURACY: "mean", "macro-f1": "macro_f1"}
-"""The figures that a target may be for, and their names in ``Point.scores``."""
+TARGETS_OF = {ACCURACY: "mean", "macro-f1": "macro_f1", ERROR: "mean"}
+"""The figures that a target may be for, and their names in ``Point.scores``. Of an error less is better."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Entry:
 class Comparison:
     """entries: the best first. settings: letter -> data, partition, model and evaluation. mixed: the parts that differ;
     if any does, this does not compare methods. baseline: the label that gains are relative to. target_of: the figure
-    that ``targets`` are for, a key of ``TARGETS_OF``."""
+    that ``targets`` are for, a key of ``TARGETS_OF``; ``error`` in a comparison of models that predict numbers."""
 
     entries: tuple[Entry, ...]
     targets: tuple[float, ...]
@@ -129,6 +128,11 @@ class Comparison:
     remarks: tuple[str, ...] = ()
     target_of: str = ACCURACY
 
+    @property
+    def measure(self) -> str:
+        """What mean, worst and best of the devices are of."""
+        return ERROR if self.target_of == ERROR else ACCURACY
+
 
 def compare(
     runs: Sequence[FinishedRun], *, targets: Sequence[float] = (), baseline: str | None = None, mixed: bool = False,
@@ -137,30 +141,69 @@ def compare(
     """Compares runs. targets: values of ``target_of``; by default the accuracies named in the experiments, else the
     highest value that Per-FedAvg reached with every seed and the highest that any method reached with every seed.
 
-    Raises ConfigError for runs of different data, partitions or models (unless ``mixed``), for duplicate runs, and for
-    an unknown ``baseline``.
+    Raises ConfigError for runs of different data, partitions or models (unless ``mixed``), for runs with accuracies
+    among runs with errors, for duplicate runs, and for an unknown ``baseline``.
     """
+    target_of = _target_of(runs, target_of)
+    lower = target_of == ERROR
     settings = _settings(runs)
     differing = tuple(part for part in settings["A"] if len({one[part] for one in settings.values()}) > 1)
     if differing and not mixed:
         raise ConfigError(_refusal(runs, differing), hint="compare them apart, or side by side with --mixed")
     letters = {tuple(one.items()): letter for letter, one in settings.items()}
     groups = _grouped([(run, letters[tuple(run.setting.items())]) for run in runs])
-    ranked = sorted(groups.items(), key=lambda group: (-_final(group[1]), group[0]))
+    ranked = sorted(groups.items(), key=lambda group: (_final(group[1]) * (1 if lower else -1), group[0]))
     plain = [_entry(label, group, letters[tuple(group[0].setting.items())]) for label, group in ranked]
     base = _baseline(plain, baseline)
-    figure, asked = TARGETS_OF[target_of], {t for run in runs for t in run.targets if target_of == ACCURACY}
-    wanted = sorted(set(targets) or asked) or _highest(dict(ranked), base, figure)
-    of_base = {target: _cost(groups[base.label], target, figure) for target in wanted} if base else {}
+    aim, asked = Aim(TARGETS_OF[target_of], lower), {t for run in runs for t in run.targets if target_of != "macro-f1"}
+    wanted = sorted(set(targets) or asked, reverse=lower) or _best(dict(ranked), base, aim)
+    of_base = {target: _cost(groups[base.label], target, aim) for target in wanted} if base else {}
     entries = tuple(
         replace(entry, reached=tuple(
-            _reached(groups[entry.label], target, figure, of_base.get(target) if _comparable(entry, base) else None)
+            _reached(groups[entry.label], target, aim, of_base.get(target) if _comparable(entry, base) else None)
             for target in wanted
         ))
         for entry in plain
     )
     return Comparison(entries, tuple(wanted), base.label if base else None, settings, differing, tuple(remarks),
                       target_of)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is to be reached. figure: a value of ``TARGETS_OF``. lower: less is better."""
+
+    figure: str
+    lower: bool = False
+
+    @property
+    def nothing(self) -> float:
+        """The worst possible figure."""
+        return math.inf if self.lower else 0.0
+
+    def of(self, point: Point) -> float:
+        """The point's figure; the worst possible one if it has none."""
+        return point.scores[DEVICES].get(self.figure, self.nothing)
+
+    def reached(self, point: Point, target: float) -> bool:
+        return self.of(point) <= target if self.lower else self.of(point) >= target
+
+
+ACCURATE = Aim(TARGETS_OF[ACCURACY])
+
+
+def _target_of(runs: Sequence[FinishedRun], asked: str) -> str:
+    """``asked``, or the error if that is what the runs have. Raises ConfigError."""
+    errors = [run for run in runs if run.measure == ERROR]
+    if errors and len(errors) < len(runs):
+        other = next(run for run in runs if run.measure != ERROR)
+        raise ConfigError(f"{errors[0].where} has errors of numbers, and {other.where} accuracies",
+                          hint="compare them apart")
+    if errors and asked not in (ACCURACY, ERROR):
+        raise ConfigError(f"runs that predict numbers have no {asked}", expected=ERROR)
+    if not errors and asked == ERROR:
+        raise ConfigError("runs with classes have no error of numbers", expected=f"{ACCURACY} or macro-f1")
+    return ERROR if errors else asked
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -283,20 +326,20 @@ def _comparable(entry: Entry, base: Entry | None) -> bool:
     return base is not None and entry is not base and entry.setting == base.setting
 
 
-def _highest(groups: Mapping[str, Sequence[FinishedRun]], base: Entry | None, figure: str) -> list[float]:
-    """The highest values that the baseline and that any label reached with every seed, cut to three digits."""
-    tops = {
-        label: min(max((p.scores[DEVICES].get(figure, 0.0) for p in t.points), default=0.0) for t in group)
-        for label, group in groups.items()
-    }
-    chosen = {max(tops.values()), *([tops[base.label]] if base else [])}
-    return sorted({cut for top in chosen if (cut := math.floor(top * 1000) / 1000) > 0})
+def _best(groups: Mapping[str, Sequence[FinishedRun]], base: Entry | None, aim: Aim) -> list[float]:
+    """The best values that the baseline and that any label reached with every seed, cut to three digits."""
+    best, worst, cut = (min, max, math.ceil) if aim.lower else (max, min, math.floor)
+    tops = {label: worst(best(map(aim.of, run.points), default=aim.nothing) for run in group)
+            for label, group in groups.items()}
+    chosen = {best(tops.values()), *([tops[base.label]] if base else [])}
+    return sorted({value for top in chosen if math.isfinite(top) and (value := cut(top * 1000) / 1000) > 0},
+                  reverse=aim.lower)
 
 
-def _cost(group: Sequence[FinishedRun], target: float, figure: str) -> dict[str, Bound]:
+def _cost(group: Sequence[FinishedRun], target: float, aim: Aim) -> dict[str, Bound]:
     """Measure -> cost up to the first evaluated round that reaches ``target``, as the mean over seeds. A seed that did
     not reach it counts with its total cost, and the mean is then a lower bound."""
-    first = [first_at(run, target, figure) for run in group]
+    first = [first_at(run, target, aim) for run in group]
     spent = [run.spent if point is None else point.spent for run, point in zip(group, first, strict=True)]
     costs = {key: stat([one[key] for one in spent]) for key in _common(spent)}
     if all(first):
@@ -304,15 +347,15 @@ def _cost(group: Sequence[FinishedRun], target: float, figure: str) -> dict[str,
     return {key: Bound(cost.mean, ">") for key, cost in costs.items() if cost.mean}
 
 
-def first_at(run: FinishedRun, target: float, figure: str = TARGETS_OF[ACCURACY]) -> Point | None:
-    """The first evaluated round in which ``figure``, a value of ``TARGETS_OF``, is at least ``target``."""
-    return next((point for point in run.points if point.scores[DEVICES].get(figure, 0.0) >= target), None)
+def first_at(run: FinishedRun, target: float, aim: Aim = ACCURATE) -> Point | None:
+    """The first evaluated round that reaches ``target``."""
+    return next((point for point in run.points if aim.reached(point, target)), None)
 
 
-def _reached(group: Sequence[FinishedRun], target: float, figure: str, base: Mapping[str, Bound] | None) -> Reached:
-    at = _cost(group, target, figure)
+def _reached(group: Sequence[FinishedRun], target: float, aim: Aim, base: Mapping[str, Bound] | None) -> Reached:
+    at = _cost(group, target, aim)
     gain = {key: found for key in at if base and key in base and (found := _gain(base[key], at[key]))}
-    return Reached(target, sum(first_at(run, target, figure) is not None for run in group), at, gain)
+    return Reached(target, sum(first_at(run, target, aim) is not None for run in group), at, gain)
 
 
 def _gain(base: Bound, own: Bound) -> Bound | None:

@@ -1,4 +1,4 @@
-"""The curves of a comparison: accuracy against cost, as curves.png and as charts of the page.
+"""The curves of a comparison: accuracy, or error of numbers, against cost, as curves.png and as charts of the page.
 
 Colours: Okabe and Ito, "Color Universal Design", 2008, with Tol's indigo instead of their yellow, which is too light
 for a line. Dashes distinguish the labels without colour."""
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from cloud_server.figures import charts as svg_charts
 from cloud_server.figures.charts import MARKED_POINTS, Line, line_chart, ticks
+from cloud_server.figures.scores import ERROR
 from cloud_server.laboratory.compare.comparison import AXES, Comparison, Entry, Measure, Step
+from cloud_server.laboratory.compare.finished_runs import ACCURACY
 from fleet_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class Chart:
 
 def charts(comparison: Comparison) -> list[Chart]:
     """A chart for every measure that is known for a label with a curve."""
-    found = []
+    found, highest = list[Chart](), 1.0 if comparison.measure == ACCURACY else math.inf
     for measure in AXES:
         taken = [
             (number, entry, [step for step in entry.curve if measure.key in step.spent])
@@ -67,7 +69,8 @@ def charts(comparison: Comparison) -> list[Chart]:
         top = max((step.spent[measure.key] for _, _, steps in taken for step in steps), default=0.0)
         if top > 0:
             size, unit = _scale(measure.key, top)
-            curves = (_curve(number, entry, steps, measure.key, size, top) for number, entry, steps in taken if steps)
+            curves = (_curve(number, entry, steps, measure.key, size, top, highest)
+                      for number, entry, steps in taken if steps)
             found.append(Chart(measure, unit, tuple(curves)))
     return found
 
@@ -80,7 +83,15 @@ def _scale(key: str, top: float) -> tuple[float, str]:
     return 1000.0**power, PREFIXES[power] + UNITS[key]
 
 
-def _curve(number: int, entry: Entry, steps: Sequence[Step], key: str, size: float, top: float) -> Curve:
+def what(comparison: Comparison) -> str:
+    """What the curves show."""
+    return "Accuracy" if comparison.measure == ACCURACY else ERROR
+
+
+def _curve(
+    number: int, entry: Entry, steps: Sequence[Step], key: str, size: float, top: float, highest: float
+) -> Curve:
+    """highest: the largest possible value."""
     if steps[-1].spent[key] == 0:
         last = steps[-1].accuracy.mean
         return Curve(entry.label, number, [(0.0, last), (top / size, last)], (), (), free=True)
@@ -88,7 +99,7 @@ def _curve(number: int, entry: Entry, steps: Sequence[Step], key: str, size: flo
     spread = [(x, y.mean, y.std) for x, y in at if y.std is not None]
     return Curve(
         entry.label, number, [(x, y.mean) for x, y in at], [(x, max(0.0, y - std)) for x, y, std in spread],
-        [(x, min(1.0, y + std)) for x, y, std in spread],
+        [(x, min(highest, y + std)) for x, y, std in spread],
     )
 
 
@@ -101,14 +112,14 @@ def style(number: int) -> tuple[str, tuple[float, ...]]:
 # In the page ----------------------------------------------------------------------------------------------------------
 
 
-def svg(chart: Chart) -> str:
+def svg(chart: Chart, what: str = "Accuracy") -> str:
     """The chart as an SVG element; its colours are defined by ``css``."""
     lines = [Line(curve.label, f"c{curve.number}", curve.points) for curve in chart.curves]
     bands = [(Line("", f"c{curve.number}", curve.low), Line("", "", curve.high)) for curve in chart.curves if curve.low]
     values = [y for curve in chart.curves for _, y in (*curve.points, *curve.low, *curve.high)]
     ends = "; ".join(f"{curve.label} {curve.points[-1][1]:.3f}" for curve in chart.curves)
     return line_chart(
-        f"curve-{chart.measure.key}", f"Accuracy against {chart.measure.title}", f"At the end: {ends}.", lines,
+        f"curve-{chart.measure.key}", f"{what} against {chart.measure.title}", f"At the end: {ends}.", lines,
         bands=bands, y_ticks=ticks(max(0.0, min(values) - 0.02), max(values)), y_text="{:.2f}".format,
         x_label=chart.axis, x_text=None if chart.measure.key == "rounds" else "{:,g}".format, x_from=0.0,
     )
@@ -146,7 +157,7 @@ def png(comparison: Comparison, title: str) -> bytes:
     figure = Figure(figsize=(columns * PANEL_INCHES[0], rows * PANEL_INCHES[1] + 0.9), dpi=DPI, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
     for place, chart in enumerate(found):
-        _draw(panels[place], chart, place % columns == 0)
+        _draw(panels[place], chart, f"{what(comparison)}, mean over devices" if place % columns == 0 else "")
     for panel in panels[len(found):]:
         panel.set_axis_off()
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -161,7 +172,7 @@ def png(comparison: Comparison, title: str) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(panel: Axes, chart: Chart, first: bool) -> None:
+def _draw(panel: Axes, chart: Chart, label: str) -> None:
     for curve in chart.curves:
         colour, dashes = style(curve.number)
         look: dict[str, Any] = {"color": colour, "linewidth": 1.8, "label": curve.label}
@@ -175,8 +186,8 @@ def _draw(panel: Axes, chart: Chart, first: bool) -> None:
             panel.fill_between(xs, low, [y for _, y in curve.high], color=colour, alpha=0.15, linewidth=0)
     panel.set_xlabel(chart.axis)
     panel.set_xlim(left=0)
-    if first:
-        panel.set_ylabel("accuracy, mean over devices")
+    if label:
+        panel.set_ylabel(label)
     panel.xaxis.set_major_formatter("{x:,g}")
     panel.grid(color="#dddddd", linewidth=0.7)
     panel.spines[["top", "right"]].set_visible(False)

@@ -27,6 +27,8 @@ SETTING_SECTIONS = ("evaluation", "data", "partition", "model")
 RUN_SPECIFIC = ("demo.seed", "demo.baseline", "fleet.fleet.seed", "fleet.fleet.name", "fleet.link.broker")
 MAX_RUNS = 10_000
 
+ACCURACY, ERROR = "accuracy", "error"
+
 Scores = Mapping[str, float]
 
 
@@ -35,8 +37,8 @@ class Point:
     """An evaluated round.
 
     scores: for ``devices`` (those that train), ``new SHARE`` and ``novel``: mean, worst, best and variance over the
-    devices, their number, pooled, macro_f1, nvar. spent: measure -> cost from the first round to the end of this one.
-    Missing figures are left out.
+    devices, their number, pooled, macro_f1, nvar; of numbers also ``mae OUTPUT`` and ``r2 OUTPUT``. spent: measure ->
+    cost from the first round to the end of this one. Missing figures are left out.
     """
 
     round: int
@@ -48,8 +50,8 @@ class Point:
 class FinishedRun:
     """One run. where: its result.json. setting: part -> text; it must be equal in runs whose methods are compared.
     choices: its other options. points: in order of rounds. last: the final evaluation. spent: costs of the whole run.
-    seconds: duration of its rounds on the machine that ran it, not on devices. loss: training loss of the last
-    round."""
+    seconds: duration of its rounds on the machine that ran it, not on devices. loss: training loss of the last round.
+    measure: what mean, worst and best are of, ``accuracy`` or ``error``."""
 
     where: Path
     kind: str
@@ -65,6 +67,7 @@ class FinishedRun:
     spent: Mapping[str, float]
     seconds: float
     loss: float | None = None
+    measure: str = ACCURACY
 
 
 def gather(places: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
@@ -87,6 +90,9 @@ def read(path: Path) -> FinishedRun:
     """The run in a result.json or a fleet's folder. Raises StateError if no round of it was evaluated."""
     data = outcome.read(path) if path.is_file() else outcome.of_fleet(path)
     made = of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
+    if data.get("task"):
+        raise StateError("is of a fleet that predicts numbers", where=str(path), expected="simulations, or fleets with "
+                         "classes")
     if not made.last.get(DEVICES):
         raise StateError("no round of it was evaluated", where=str(path))
     return made
@@ -118,10 +124,24 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class Error:
+    """Mean absolute errors in deviations of the targets."""
+
+    mean: float = field(metadata=AMOUNT)
+    worst: float = field(metadata=AMOUNT)
+    best: float = field(metadata=AMOUNT)
+    variance: float | None = field(default=None, metadata=AMOUNT)
+    pooled: float | None = field(default=None, metadata=AMOUNT)
+
+
+@dataclass(frozen=True)
 class Evaluated:
-    """Figures of one kind of devices after one round."""
+    """Figures of one kind of devices after one round. error, measures: in place of accuracy and macro_f1, of a model
+    that predicts numbers."""
 
     accuracy: Accuracy | None = None
+    error: Error | None = None
+    measures: Mapping[str, Mapping[str, float]] | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
     devices: Mapping[str, float] | None = None
 
@@ -177,12 +197,13 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> FinishedRun:
     points, spent = [], _Spending()
     for row in run.rounds:
         spent.add(_amounts(row, _fallah_rounds(row)))
-        if row.accuracy is not None:
+        if row.accuracy is not None or row.error is not None:
             points.append(Point(row.round, _scores(row), spent.sums()))
     last = points[-1].scores if points else {}
+    measure = ERROR if any(row.error for row in run.rounds) else ACCURACY
     return FinishedRun(
         path, outcome.SIMULATION, run.label, run.method, run.seed, run.devices, setting, choices, targets,
-        tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None,
+        tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None, measure,
     )
 
 
@@ -226,9 +247,12 @@ def _scores(row: Round) -> dict[str, Scores]:
 
 
 def _figures(evaluated: Evaluated) -> dict[str, float]:
-    if evaluated.accuracy is None:
+    spread = evaluated.accuracy or evaluated.error
+    if spread is None:
         return {}
-    every = {**schema.plain(evaluated.accuracy), "macro_f1": evaluated.macro_f1}
+    every = {**schema.plain(spread), "macro_f1": evaluated.macro_f1}
+    every |= {f"{measure} {output}": value for measure, of in (evaluated.measures or {}).items()
+              for output, value in of.items()}
     every["devices"] = None if evaluated.devices is None else float(len(evaluated.devices))
     return schema.present(every)
 

@@ -12,9 +12,9 @@ from cloud_server.figures.charts import swatch
 from cloud_server.figures.formatting import ABSENT, bytes_text, count_text, flops_text, phase_text
 from cloud_server.figures.html_elements import card, cards, heading, page, row, table
 from cloud_server.figures.html_style import STYLE
+from cloud_server.figures.scores import ERROR as MAE_IN_DEVIATIONS
 from cloud_server.laboratory.compare import comparison_charts
 from cloud_server.laboratory.compare.comparison import (
-    ACCURACY,
     MEASURES,
     Comparison,
     Entry,
@@ -23,16 +23,18 @@ from cloud_server.laboratory.compare.comparison import (
     Stat,
     number_text,
 )
-from cloud_server.laboratory.compare.finished_runs import DEVICES, flat
+from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, ERROR, flat
 from cloud_server.laboratory.compare.tables import (
     bound_text,
     gain_text,
     kind_text,
     kinds,
+    of_outputs,
     share,
     small,
     stat_text,
     target_head,
+    text_of,
 )
 
 SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -40,6 +42,8 @@ SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("variance", "variance over devices", small), ("macro_f1", "macro-F1", share), ("nvar", "nVAR", small),
 )
 OTHERS = SCORES[:3] + SCORES[4:5]
+LOWER = ("variance", "nvar")
+"""Figures of which less is better; of errors all but R² are."""
 COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("rounds", "rounds", number_text), ("models", "models transmitted", number_text),
     ("fallah_rounds", "in rounds of Per-FedAvg", number_text), ("up_bytes", "payload up", bytes_text),
@@ -63,6 +67,8 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 NOTES = (
     ("±", "Sample standard deviation over seeds; none with one seed. The bands of the curves show the same."),
     ("accuracy", "Each device's own model on its own test samples; all devices have the same weight."),
+    ("MAE in deviations", "In place of an accuracy, if models predict numbers: the mean absolute error of each number, "
+     "divided by the deviation of its targets in training, averaged; less is better. MAE: in the number's own unit."),
     ("variance", "Variance of the accuracy over devices; 0 if all devices have the same."),
     ("nVAR", "Normalized variance of the representation (Lim et al. 2024, Table 4); less is better."),
     ("models transmitted", "Whole models, down and up, over all devices, as Metafleet sends them."),
@@ -134,10 +140,11 @@ def _warnings(comparison: Comparison) -> str:
 def _cards(comparison: Comparison) -> str:
     if comparison.mixed:
         return ""
+    extreme, measure = ("Highest", ACCURACY) if comparison.measure == ACCURACY else ("Lowest", MAE_IN_DEVIATIONS)
     return cards([
-        _best_card("Highest accuracy, mean over devices", comparison, DEVICES, "mean"),
-        _best_card("Highest accuracy of the worst device", comparison, DEVICES, "worst"),
-        *(_best_card(f"Highest on {kind_text(kind)}", comparison, kind, "mean") for kind in kinds(comparison)[:1]),
+        _best_card(f"{extreme} {measure}, mean over devices", comparison, DEVICES, "mean"),
+        _best_card(f"{extreme} {measure} of the worst device", comparison, DEVICES, "worst"),
+        *(_best_card(f"{extreme} on {kind_text(kind)}", comparison, kind, "mean") for kind in kinds(comparison)[:1]),
         _cheapest_card(comparison),
     ])
 
@@ -146,7 +153,7 @@ def _best_card(title: str, comparison: Comparison, kind: str, name: str) -> str:
     found = [(scores[name], e.label) for e in comparison.entries if name in (scores := e.final.get(kind, {}))]
     if not found:
         return ""
-    best, label = max(found, key=lambda one: one[0].mean)
+    best, label = (max if comparison.measure == ACCURACY else min)(found, key=lambda one: one[0].mean)
     return card(title, _stat(best, share), label)
 
 
@@ -174,36 +181,37 @@ def _curves(comparison: Comparison) -> str:
         return ""
     everyone = {curve.number: curve for chart in charts for curve in chart.curves}
     figures = "".join(
-        f"<figure><figcaption>Accuracy against {escape(chart.measure.title)}</figcaption>"
-        f"{comparison_charts.svg(chart)}</figure>"
+        f"<figure><figcaption>{comparison_charts.what(comparison)} against {escape(chart.measure.title)}</figcaption>"
+        f"{comparison_charts.svg(chart, comparison_charts.what(comparison))}</figure>"
         for chart in charts
     )
     shown = comparison_charts.legend([everyone[number] for number in sorted(everyone)])
     legend = shown.replace("legend", "legend all", 1)
     free = any(curve.free for chart in charts for curve in chart.curves)
-    note = '<p class="note">A label without cost is a level line at its last accuracy.</p>'
+    note = '<p class="note">A label without cost is a level line at its last value.</p>'
     return f'<h2>Curves</h2>{legend}<div class="charts">{figures}</div>{note if free else ""}'
 
 
 def _scores(comparison: Comparison) -> str:
-    present = [column for column in SCORES if any(column[0] in entry.final[DEVICES] for entry in comparison.entries)]
+    every = (*SCORES, *((key, title, text_of(key)) for key, title in of_outputs(comparison)))
+    present = [column for column in every if any(column[0] in entry.final[DEVICES] for entry in comparison.entries)]
     rows = [
         (place, [entry.final[DEVICES].get(name) for name, _, _ in present])
         for place, entry in enumerate(comparison.entries)
     ]
-    return "<h2>Devices that train, at the end</h2>" + _stats(comparison, present, rows, lower=("variance", "nvar"))
+    return "<h2>Devices that train, at the end</h2>" + _stats(comparison, present, rows)
 
 
 def _others(comparison: Comparison) -> str:
-    parts = []
+    parts, shown = [], OTHERS if comparison.measure == ACCURACY else SCORES[:3]
     for kind in kinds(comparison):
         rows = [
-            (place, [entry.final[kind].get(name) for name, _, _ in OTHERS])
+            (place, [entry.final[kind].get(name) for name, _, _ in shown])
             for place, entry in enumerate(comparison.entries) if kind in entry.final
         ]
         title = kind_text(kind)
         parts.append(f"<h2>{escape(title[0].upper() + title[1:])}, at the end</h2>"
-                     + _stats(comparison, OTHERS, rows))
+                     + _stats(comparison, shown, rows))
     return "".join(parts)
 
 
@@ -217,14 +225,15 @@ def _costs(comparison: Comparison) -> str:
 
 def _stats(
     comparison: Comparison, columns: Sequence[tuple[str, str, Callable[[float], str]]],
-    rows: Sequence[tuple[int, Sequence[Stat | None]]], *, lower: Sequence[str] = (), mark: bool = True,
+    rows: Sequence[tuple[int, Sequence[Stat | None]]], *, mark: bool = True,
 ) -> str:
-    """A table of figures with the best of each column marked. lower: columns where less is better."""
+    """A table of figures with the best of each column marked."""
     best: list[float | None] = []
     for k, (name, _, _) in enumerate(columns):
         values = [stat.mean for _, stats in rows if (stat := stats[k])]
         shown = mark and not comparison.mixed and len(set(values)) > 1
-        best.append((min if name in lower else max)(values) if shown else None)
+        lower = name in LOWER or (comparison.measure != ACCURACY and not name.startswith("r2 "))
+        best.append((min if lower else max)(values) if shown else None)
     body = [
         _row(comparison, place, [
             f'<td class="top">{_stat(stat, columns[k][2])}</td>' if stat and stat.mean == best[k]
@@ -237,7 +246,8 @@ def _stats(
 
 def _targets(comparison: Comparison) -> str:
     over = f"; below, the gain over {comparison.baseline}" if comparison.baseline else ""
-    what, parts = "an accuracy" if comparison.target_of == ACCURACY else f"a {comparison.target_of}", []
+    named = {ACCURACY: "an accuracy", ERROR: f"an {ERROR}"}
+    what, parts = named.get(comparison.target_of, f"a {comparison.target_of}"), []
     for k, target in enumerate(comparison.targets):
         measured = [m for m in MEASURES if any(m.key in entry.reached[k].at for entry in comparison.entries)]
         rows = [

@@ -7,8 +7,8 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 
 from cloud_server.figures.formatting import ABSENT, bytes_text, phase_text, plain_text
+from cloud_server.figures.scores import ERROR as MAE_IN_DEVIATIONS
 from cloud_server.laboratory.compare.comparison import (
-    ACCURACY,
     MEASURES,
     Bound,
     Comparison,
@@ -18,8 +18,11 @@ from cloud_server.laboratory.compare.comparison import (
     Stat,
     number_text,
 )
-from cloud_server.laboratory.compare.finished_runs import DEVICES, NOVEL
+from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, NOVEL
+from fleet_core.tasks.task import OF_MEASURES
 
+MOST_OUTPUTS = 4
+"""Measures of single numbers in a line of the terminal."""
 TIMES = "\u00d7"
 SIGNS = {"=": "", ">": ">", "<": "<"}
 CSV_HEADS = ("label", "method", "setting", "seeds", "table", "figure", "mean", "std", "min", "max", "sign", "reached")
@@ -27,6 +30,16 @@ CSV_HEADS = ("label", "method", "setting", "seeds", "table", "figure", "mean", "
 
 def share(value: float) -> str:
     return f"{value:.3f}"
+
+
+def amount(value: float) -> str:
+    """In the unit of a number that a model predicts: 1,230, 12.3 or 0.00123."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def text_of(key: str) -> Callable[[float], str]:
+    """How a figure of ``Entry.final`` is written."""
+    return amount if key.startswith("mae ") else share
 
 
 def small(value: float) -> str:
@@ -80,14 +93,29 @@ def kind_head(kind: str) -> str:
     return f"{name} {100 * float(support):g} %" if support else name
 
 
+def columns(comparison: Comparison) -> list[tuple[str, str]]:
+    """(key in ``Entry.final``, title) of a kind's figures on the terminal."""
+    if comparison.measure == ACCURACY:
+        return [("mean", "accuracy"), ("worst", "worst device"), ("macro_f1", "macro-F1")]
+    return [("mean", MAE_IN_DEVIATIONS), ("worst", "worst device"), *of_outputs(comparison)[:MOST_OUTPUTS]]
+
+
+def of_outputs(comparison: Comparison) -> list[tuple[str, str]]:
+    """(key, title) of the measures of each number that the models predict: ``mae speed``, MAE speed."""
+    found = {key: None for entry in comparison.entries for key in entry.final[DEVICES] if key.partition(" ")[2]}
+    return [(key, f"{OF_MEASURES.get(name, name)} {output}") for key in found
+            for name, _, output in [key.partition(" ")]]
+
+
 # On a terminal --------------------------------------------------------------------------------------------------------
 
 
 def closing(comparison: Comparison) -> str:
     """One line per label: mean ± spread over seeds of its figures and costs."""
-    heads = ("", "seeds", "accuracy", "worst device", "macro-F1", *map(kind_head, kinds(comparison)), "rounds",
-             "models", "payload", "energy")
-    head, *lines = aligned([heads, *(_line(entry, kinds(comparison)) for entry in comparison.entries)])
+    shown = columns(comparison)
+    heads = ("", "seeds", *(title for _, title in shown), *map(kind_head, kinds(comparison)), "rounds", "models",
+             "payload", "energy")
+    head, *lines = aligned([heads, *(_line(entry, shown, kinds(comparison)) for entry in comparison.entries)])
     return "\n".join([head, "-" * len(head), *lines, *_notes(comparison)]) + "\n"
 
 
@@ -107,11 +135,11 @@ def target_head(comparison: Comparison, target: float) -> str:
     return f"to {target:g}" if comparison.target_of == ACCURACY else f"to {comparison.target_of} {target:g}"
 
 
-def _line(entry: Entry, others: Sequence[str]) -> tuple[str, ...]:
+def _line(entry: Entry, shown: Sequence[tuple[str, str]], others: Sequence[str]) -> tuple[str, ...]:
     own = entry.final[DEVICES]
     return (
-        plain_text(entry.label), str(len(entry.seeds)), stat_text(own.get("mean")), stat_text(own.get("worst")),
-        stat_text(own.get("macro_f1")), *(stat_text(entry.final.get(kind, {}).get("mean")) for kind in others),
+        plain_text(entry.label), str(len(entry.seeds)), *(stat_text(own.get(key), text_of(key)) for key, _ in shown),
+        *(stat_text(entry.final.get(kind, {}).get("mean")) for kind in others),
         stat_text(entry.spent.get("rounds"), number_text), stat_text(entry.spent.get("models"), number_text),
         stat_text(entry.spent.get("payload_bytes"), bytes_text), stat_text(entry.spent.get("joules"), phase_text),
     )

@@ -33,6 +33,7 @@ from fleet_core.privacy import settings as privacy
 from fleet_core.privacy.settings import CENTRAL, PrivacySection
 from fleet_core.robust import settings as robust
 from fleet_core.robust.settings import RobustSection
+from fleet_core.tasks.regression import KIND, LOSSES
 
 PLAIN = "none"
 PRECISIONS = ("float32", "bfloat16")
@@ -46,6 +47,9 @@ FILE_KEYS = ("data.file", "data.samples", "data.data")  # often written instead 
 SERVER, RUNNING, LATEST = "server", "running-mean", "latest-mean"
 KINDS = (SERVER, RUNNING, LATEST)
 """Other models than the served one, under which devices can be evaluated; see ``other_models``."""
+TASKS = ("classes", KIND)
+WITHOUT_CLASSES = ("natural", "iid")
+"""The partitions that do not look at classes."""
 SEVERAL = ("method", "seeds")
 """The keys of an experiment that differ between its runs."""
 
@@ -57,7 +61,8 @@ class DataSection:
     ``resize.size_of``. limit: number of samples, drawn with the partition's seed; 0 for all. options: options of the
     set ``synthetic``. scale, mean, std: scaling of the model's input, instead of the set's own. standardize: instead of
     scale, mean and std, scale each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet
-    cannot do. backbone: a file of 'metafleet backbone make', whose features are the samples of every device."""
+    cannot do. backbone: a file of 'metafleet backbone make', whose features are the samples of every device. outputs:
+    with ``model.task`` regression, the names of the targets in ``path``; none for the file's own."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
@@ -72,6 +77,7 @@ class DataSection:
     std: tuple[float, ...] | None = None
     standardize: bool = False
     backbone: str | None = field(default=None, metadata={"max_length": 4096, "sparse": True})
+    outputs: tuple[str, ...] = field(default=(), metadata={**TEXT, "sparse": True})
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,13 @@ class PartitionSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """name: a named model or ``package.module:build``; options: its keyword arguments."""
+    """name: a named model or ``package.module:build``; options: its keyword arguments. task: what it answers; loss: of
+    numbers."""
 
     name: str = field(metadata=TEXT)
     options: Mapping[str, Any] = field(default_factory=dict)
+    task: str = field(default=TASKS[0], metadata={"choices": TASKS, "sparse": True})
+    loss: str = field(default=LOSSES[0], metadata={"choices": LOSSES, "sparse": True})
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class EvaluationSection:
     novel classes (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at
     test uses the test samples, including their labels! also_test_step: evaluate this way in addition, under
     ``test_step``. models: models under which devices are evaluated in addition to the served one (``other_models``).
-    targets: accuracies whose cost is reported."""
+    targets: accuracies whose cost is reported; mean errors in deviations, if the model predicts numbers."""
 
     every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
     devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -271,6 +280,7 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
     yield from _below(
         "partition.options", schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)[1])
     yield from _evaluation_checks(found.evaluation)
+    yield from _task_checks(found)
     if found.budget.joules and found.board is None:
         yield schema.Problem("budget.joules", "are modelled for a board: name it with board")
     if found.averaged > (found.cohort or found.averaged):
@@ -309,6 +319,21 @@ def _evaluation_checks(evaluation: EvaluationSection) -> Iterator[schema.Problem
         yield schema.Problem("evaluation.within_training", "the training samples have no novel classes")
     if evaluation.novel and not evaluation.novel_classes:
         yield schema.Problem("evaluation.novel", "no class is novel: name some in novel_classes")
+
+
+def _task_checks(found: Experiment) -> Iterator[schema.Problem]:
+    if found.model.task != KIND:
+        if found.data.outputs or found.model.loss != LOSSES[0]:
+            key = "data.outputs" if found.data.outputs else "model.loss"
+            yield schema.Problem(key, f"is for numbers to predict: give model.task = '{KIND}'")
+        return
+    if found.data.path is None:
+        yield schema.Problem("data.set", "has classes, no numbers to predict: give data.path")
+    if found.partition.kind not in WITHOUT_CLASSES:
+        yield schema.Problem("partition.kind", f"'{found.partition.kind}' divides classes: give "
+                                               f"{' or '.join(WITHOUT_CLASSES)}")
+    if found.evaluation.novel_classes:
+        yield schema.Problem("evaluation.novel_classes", "a model that predicts numbers has no classes")
 
 
 def _grid_checks(key: str, section: MethodSection) -> Iterator[schema.Problem]:

@@ -33,6 +33,7 @@ from fleet_core.data.sets.set_cache import load_set
 from fleet_core.data.shaping import resize
 from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.tasks.regression import KIND, Regression
 
 TIME = "time"
 FEATURES_BYTES = 4 << 30
@@ -42,7 +43,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Raw samples x [N, *shape] and labels y int64 [N] in the device's numbering."""
+    """Raw samples x [N, *shape] and labels y int64 [N] in the device's numbering, or targets [N, K]."""
 
     x: Array
     y: Array
@@ -52,7 +53,8 @@ class Part:
 class Workload:
     """train: the devices that train. new: devices that never train. novel: devices with classes that no device trains
     on. samples: the pool that the shares index. spec: the model's input. classes: the classes of the model's head.
-    support_split: how a new device's samples are divided."""
+    support_split: how a new device's samples are divided. task: of a model that predicts numbers, with mean and
+    deviation of the training samples of the devices that train."""
 
     samples: Samples
     train: tuple[Share, ...]
@@ -61,6 +63,7 @@ class Workload:
     spec: InputSpec
     classes: tuple[str, ...]
     support_split: str = "random"
+    task: Regression | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,7 +83,7 @@ class Workload:
         if self.support_split == TIME:
             first, second = time_split(share, self.samples, support)
         else:
-            first, second = support_query(share, self.samples.y, support, seed=seed)
+            first, second = support_query(share, self.samples.strata, support, seed=seed)
         return self.part(share, first), self.part(share, second)
 
     def part(self, share: Share, rows: Array) -> Part:
@@ -112,7 +115,12 @@ def build(experiment: Experiment) -> Workload:
         novel = newcomers(asked, train, test, unseen, seed=section.seed)
     if experiment.cohort > len(shares):
         raise ConfigError(f"a cohort of {experiment.cohort} out of {len(shares)} devices", hint="lower cohort")
-    return Workload(samples, shares, new, novel, spec, _classes(samples, shares), evaluation.support_split)
+    task = None
+    if samples.outputs:
+        rows = np.concatenate([share.train for share in shares])
+        task = Regression.of(samples.outputs, samples.y[rows], experiment.model.loss)
+    classes = () if task else _classes(samples, shares)
+    return Workload(samples, shares, new, novel, spec, classes, evaluation.support_split, task)
 
 
 def _held_out(shares: tuple[Share, ...], experiment: Experiment) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
@@ -130,7 +138,7 @@ def layout_of(experiment: Experiment, workload: Workload) -> Layout:
     from fleet_core.learning import models
 
     model = experiment.model
-    return models.describe(model.name, workload.spec, workload.classes, model.options)
+    return models.describe(model.name, workload.spec, workload.classes, model.options, workload.task)
 
 
 def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload: Workload) -> list[str]:
@@ -156,7 +164,7 @@ def check(experiment: Experiment, runs: Sequence[Run], layout: Layout, workload:
 
 def _check_devices(workload: Workload, runs: Sequence[Run], supports: Sequence[float]) -> None:
     """Raises DataError if a device has too few training samples, or the support set of a new one lacks a class."""
-    y, bad = workload.samples.y, list[str]()
+    y, bad = workload.samples.strata, list[str]()
     divided = [run.method for run in runs if not hasattr(run.hyper, "batch")]
     compared = sorted(method.name for method in divided if method.adaptation in EPISODIC)
     stepped = sorted(method.name for method in divided if method.adaptation not in EPISODIC)
@@ -178,7 +186,7 @@ def _check_devices(workload: Workload, runs: Sequence[Run], supports: Sequence[f
 
 
 def _warnings(methods: Sequence[Method], workload: Workload) -> Iterator[str]:
-    y, permuted = workload.samples.y, any(share.labels is not None for share in workload.train)
+    y, permuted = workload.samples.strata, any(share.labels is not None for share in workload.train)
     for method in methods:
         if permuted and ("prototypes" in method.shared or "head" in method.shared):
             what = "class means" if "prototypes" in method.shared else "a head"
@@ -193,7 +201,9 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
     test: Samples | None = None
     if section.path is not None:
         size, fit = resize.size_of(section.size, section.fit)
-        train = load(Path(section.path), window=section.window, stride=section.stride, size=size, fit=fit)
+        outputs = section.outputs if experiment.model.task == KIND else None
+        train = load(Path(section.path), window=section.window, stride=section.stride, size=size, fit=fit,
+                     outputs=outputs)
         spec = replace(model_input.plain(train.x), fit=fit)
     elif section.set == SYNTHETIC:
         train = _synthetic(section.options, experiment.partition.seed)

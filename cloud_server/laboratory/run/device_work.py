@@ -37,6 +37,7 @@ from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.privacy import gaussian, masks
 from fleet_core.privacy.gaussian import Private
 from fleet_core.privacy.settings import LOCAL
+from fleet_core.tasks.regression import Errors
 from fleet_core.training.local_round import TrainResult
 from fleet_core.training.round_plans import Participant, capped
 
@@ -110,7 +111,8 @@ class DeviceEvaluation:
 
     confusion: int64 [K, K + 1], rows are true classes and columns answers, in the numbering of the whole set; the last
     column counts answers that name no class of the device. before: the same for the served model, or None if it cannot
-    answer unpersonalized. moments: None if no body is shared.
+    answer unpersonalized. moments: None if no body is shared. errors, errors_before: in place of confusion and before,
+    of a model that predicts numbers.
     """
 
     client: str
@@ -120,6 +122,8 @@ class DeviceEvaluation:
     before: Array | None = None
     moments: ClassMoments | None = None
     error: str = ""
+    errors: Errors | None = None
+    errors_before: Errors | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +156,7 @@ class Worker:
         self._model = models.build(self.layout, channels_last=alone, reduced=reduced).to(setting.device)
         self._clients = Clients(setting.folder)
         self._side_by_side = setting.side_by_side
-        self._whole = int(self.workload.samples.y.max()) + 1
+        self._whole = 0 if self.workload.task else int(self.workload.samples.y.max()) + 1
         groups = ("train", self.workload.train), ("new", self.workload.new), ("novel", self.workload.novel)
         self._shares = {(kind, share.name): share for kind, shares in groups for share in shares}
 
@@ -265,6 +269,8 @@ class Worker:
         try:
             own, query = self._parts(task, share)
             state = self._clients.load(client, task.round) if kind == "train" else {}
+            if self.workload.task is not None:
+                return self._of_numbers(task, client, own, query, state)
             found = self._confusion(share, query.y, self._answers(task, own, query, state))
             moments = self._moments(task, share, query) if kind == "train" else None
             return DeviceEvaluation(client, kind, support, found, self._before(task, share, query), moments)
@@ -279,11 +285,8 @@ class Worker:
 
     def _answers(self, task: EvaluationTask, support: Part, query: Part, state: ClientState) -> Array:
         """The device's answers to the query, classes int64 [N], by its own model."""
-        scalars = {"round": float(task.round), "seed": float(self._run.seed)}
         method, model = self._method, self._model
-        params = personal_model.adapt(
-            method, model, self.layout, task.served, support.x, support.y, self._hyper, state, scalars
-        )
+        params = self._adapted(task, support, state)
         if method.personalizer == "proto":
             z = local_training.embed(model, params, support.x)
             own = Prototypes.empty(len(self.layout.classes), z.shape[1]).add(z, support.y)
@@ -303,11 +306,34 @@ class Worker:
             return _chosen(near.probabilities(local_training.embed(model, params, query.x), softmax(head)))
         return _chosen(head)
 
-    def _before(self, task: EvaluationTask, share: Share, query: Part) -> Array | None:
+    def _adapted(self, task: EvaluationTask, support: Part, state: ClientState) -> Params:
+        scalars = {"round": float(task.round), "seed": float(self._run.seed)}
+        return personal_model.adapt(
+            self._method, self._model, self.layout, task.served, support.x, support.y, self._hyper, state, scalars
+        )
+
+    def _of_numbers(
+        self, task: EvaluationTask, client: str, support: Part, query: Part, state: ClientState
+    ) -> DeviceEvaluation:
+        own, whole = self._errors(self._adapted(task, support, state), query), self._whole_model(task)
+        before = None if whole is None else self._errors(whole, query)
+        return DeviceEvaluation(client, task.kind, task.support, errors=own, errors_before=before)
+
+    def _errors(self, params: Params, query: Part) -> Errors:
+        target = self.workload.task
+        assert target is not None
+        answers = local_training.predict_logits(self._model, params, query.x)
+        return Errors.of(target, query.y, target.in_units(answers))
+
+    def _whole_model(self, task: EvaluationTask) -> Params | None:
+        """The served model; None if it has no head, or not all groups."""
         groups = {t.group for t in self.layout.tensors}
-        if "head" not in groups or not groups <= set(task.served):
+        return trees.only(task.served, groups) if "head" in groups and groups <= set(task.served) else None
+
+    def _before(self, task: EvaluationTask, share: Share, query: Part) -> Array | None:
+        params = self._whole_model(task)
+        if params is None:
             return None
-        params = trees.only(task.served, groups)
         return self._confusion(share, query.y, _chosen(local_training.predict_logits(self._model, params, query.x)))
 
     def _confusion(self, share: Share, y: Array, answers: Array) -> Array:

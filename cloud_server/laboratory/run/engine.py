@@ -306,7 +306,7 @@ class Engine:
         evaluations: list[DeviceEvaluation] = [
             evaluated for task in asked for evaluated in self._lab.executor.evaluate(task)
         ]
-        return round_figures.evaluated(evaluations)
+        return round_figures.evaluated(evaluations, self._lab.workload.task)
 
 
 def _equal(one: Params, other: Params) -> bool:

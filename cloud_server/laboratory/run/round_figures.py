@@ -18,6 +18,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base.spread import Spread
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.radio import NO_RADIO, RadioModel
+from fleet_core.tasks.regression import Errors, Regression
 
 Array = np.ndarray[Any, Any]
 
@@ -92,9 +93,10 @@ def of_round(
     return row | ({"errors": errors} if errors else {})
 
 
-def evaluated(evaluations: Iterable[DeviceEvaluation]) -> dict[str, Any]:
+def evaluated(evaluations: Iterable[DeviceEvaluation], task: Regression | None = None) -> dict[str, Any]:
     """The figures of a round's evaluation: accuracy over devices and pooled, macro-F1, variance, nVAR; likewise with a
-    gradient step at test, for new devices by support share, and for novel classes."""
+    gradient step at test, for new devices by support share, and for novel classes. task: of a model that predicts
+    numbers, with ``error`` and ``measures`` in place of accuracy and macro-F1."""
     of: dict[tuple[str, float], list[DeviceEvaluation]] = {}
     for evaluated in evaluations:
         of.setdefault((evaluated.kind, evaluated.support), []).append(evaluated)
@@ -102,11 +104,13 @@ def evaluated(evaluations: Iterable[DeviceEvaluation]) -> dict[str, Any]:
     for (kind, support), found in of.items():
         sound = [evaluated for evaluated in found if not evaluated.error]
         wrong = {evaluated.client: evaluated.error for evaluated in found if evaluated.error}
-        summary = _summary(sound) if sound else {}
+        summary: dict[str, Any] = {}
+        if sound:
+            summary = _summary(sound) if task is None else _of_numbers(sound, task)
         summary |= {"not_evaluated": wrong} if wrong else {}
         if kind == "train":
             row |= summary
-            row |= {"nvar": value} if (value := nvar(sound)) is not None else {}
+            row |= {"nvar": value} if task is None and (value := nvar(sound)) is not None else {}
         elif kind == "new":
             row.setdefault("new_devices", {})[f"{support:g}"] = summary
         elif kind == TEST_STEP:
@@ -132,6 +136,31 @@ def _summary(evaluations: Sequence[DeviceEvaluation]) -> dict[str, Any]:
         pooled_accuracy = float(np.trace(together) / together.sum())
         summary["before"] = {"accuracy": {"mean": mean, "pooled": pooled_accuracy}, "macro_f1": macro_f1(together)}
     return summary
+
+
+def _of_numbers(evaluations: Sequence[DeviceEvaluation], task: Regression) -> dict[str, Any]:
+    """``error``: the mean absolute error in deviations of the targets, over all outputs; its mean, worst and best over
+    the devices. ``measures``: MAE and R² of each output over all samples."""
+    every = {v.client: v.errors for v in evaluations if v.errors is not None}
+    by_device = {client: task.distance(errors) for client, errors in every.items()}
+    values, pooled = np.array(list(by_device.values())), _added(every.values())
+    summary: dict[str, Any] = {
+        "error": {"mean": float(values.mean()), "worst": float(values.max()), "best": float(values.min()),
+                  "variance": float(values.var()), "pooled": task.distance(pooled)},
+        "measures": task.figures(pooled),
+        "devices": by_device,
+    }
+    plain = [v.errors_before for v in evaluations if v.errors_before is not None]
+    if len(plain) == len(every):
+        together, mean = _added(plain), float(np.mean([task.distance(one) for one in plain]))
+        summary["before"] = {"error": {"mean": mean, "pooled": task.distance(together)},
+                             "measures": task.figures(together)}
+    return summary
+
+
+def _added(several: Iterable[Errors]) -> Errors:
+    first, *others = several
+    return sum(others, first)
 
 
 def macro_f1(confusion_NM: Array) -> float:

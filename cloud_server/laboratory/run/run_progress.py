@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cloud_server.figures.formatting import plain_text, seconds_text, share_text
 from cloud_server.figures.live_display import Display
+from cloud_server.figures.scores import ERROR
 
 SHOWN_RUNS = 16
 LINE_EVERY_S = 10.0
@@ -21,7 +22,7 @@ DRAW_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class _Last:
-    """A run's last round. evaluated: (number, accuracy) of the last evaluated round."""
+    """A run's last round. evaluated: (number, accuracy, or error of numbers) of the last evaluated round."""
 
     round: int
     loss: float
@@ -50,6 +51,7 @@ class Progress(Display):
         self._line_at: dict[str, float] = {}
         self._first_s: float | None = None
         self._rounds_timed, self._drawn_s = 0, 0.0
+        self._measure = "accuracy"
 
     def _finish(self) -> None:
         if self._live:
@@ -62,7 +64,11 @@ class Progress(Display):
             self._first_s = now
         else:
             self._rounds_timed += 1
-        evaluated = (number, share_text(row["accuracy"]["mean"])) if "accuracy" in row else None
+        evaluated = None
+        if "error" in row:
+            self._measure, evaluated = ERROR, (number, f"{row['error']['mean']:.3f}")
+        elif "accuracy" in row:
+            evaluated = (number, share_text(row["accuracy"]["mean"]))
         self._left[run] = self._rounds - number
         self._last[run] = _Last(
             number, row["loss"], evaluated or (self._last[run].evaluated if run in self._last else None)
@@ -79,7 +85,7 @@ class Progress(Display):
         """The state of a run in one line."""
         last = self._last[run]
         parts = [run, f"round {last.round:>{len(str(self._rounds))}}/{self._rounds}", f"loss {last.loss:.3f}"]
-        accuracy = f"accuracy {last.accuracy}" if last.evaluated else ""
+        accuracy = f"{self._measure} {last.accuracy}" if last.evaluated else ""
         return "  ".join([*parts, *filter(None, [accuracy, self.remaining()])])
 
     def table(self) -> Group:
@@ -87,7 +93,7 @@ class Progress(Display):
         ended = sum(not left for left in self._left.values())
         head = "  ".join(filter(None, [f"{ended} of {len(self._left)} runs ended", self.remaining()]))
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-        for name in ("run", "round", "loss", "accuracy"):
+        for name in ("run", "round", "loss", self._measure):
             table.add_column(name, justify="left" if name == "run" else "right")
         under_way = [run for run in self._last if self._left[run]]
         if not under_way:

@@ -8,6 +8,7 @@ from fleet_core.algorithms.interface import LocalSgd, Method, count, one_of, pos
 from fleet_core.algorithms.methods.average import LARGEST_BETA, AverageClient, AverageServer, Averaging
 from fleet_core.algorithms.methods.dyn import Dyn, DynClient, DynServer
 from fleet_core.algorithms.methods.fedproto import PrototypeClient, PrototypeServer, Pull
+from fleet_core.algorithms.methods.joint import Joint
 from fleet_core.algorithms.methods.meta import FedMeta, GradientClient, GradientServer, RatesServer, RatesStart
 from fleet_core.algorithms.methods.metavers import MARGIN, Margins, VersClient, VersServer
 from fleet_core.algorithms.methods.moreau import Moreau, MoreauClient
@@ -60,8 +61,10 @@ class FineTune(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Proto(Episodic):
-    """distance: between representations; ``squared`` (Acar, Snell) or ``norm`` (Lim)."""
+    """distance: between representations; ``squared`` (Acar, Snell) or ``norm`` (Lim). draws: also ``balanced``, at
+    random, as many samples of each of the device's classes, as far as it has them."""
 
+    draws: str = one_of("random", ("random", "pass", "balanced"))
     distance: str = one_of("squared", DISTANCES)
 
 
@@ -108,6 +111,11 @@ class Scaffold(Scaf, OneForAll):
 @dataclass(frozen=True, kw_only=True)
 class PAvgProto(Averaging, Proto):
     """Averaging with Proto adaptation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgJoint(Joint, PAvgProto):
+    """FedAvg-joint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +340,9 @@ PRODUCT: dict[str, Method] = {
         Method("knn-per", "Federated averaging, answered with a device's own neighbours", "Marfoq et al. 2022, "
                "Personalized Federated Learning through Local Memorization, Alg. 1", KnnPer,
                AverageClient(), AverageServer(), adaptation="none", personalizer="knn"),
+        Method("fedavg-joint", "Federated averaging of one model for class means and a head", "no paper: the losses of "
+               "fedavg and p-avg-proto in one", FedAvgJoint, AverageClient(), AverageServer(), adaptation="joint",
+               personalizer="proto"),
     )
 }
 

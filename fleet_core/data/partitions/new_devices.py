@@ -74,7 +74,7 @@ def support_query(share: Share, y: NDArray[np.int64], support_fraction: float, *
     """(support, query): all rows of the device, for training and test, split at random and stratified by class.
 
     Every class is in the support, which may exceed its fraction for that; a class with one sample is not in the query.
-    y: int64 [N], the labels of the pool. Raises DataError when no class has two samples.
+    y: int64 [N], the strata of the pool. Raises DataError when no class has two samples.
     """
     if not 0 < support_fraction < 1:
         raise DataError(f"a support fraction of {support_fraction}", expected="a number between 0 and 1")
@@ -89,7 +89,7 @@ def support_query(share: Share, y: NDArray[np.int64], support_fraction: float, *
 def time_split(share: Share, samples: Samples, fraction: float) -> tuple[Rows, Rows]:
     """(support, query): all rows of the device, split after the first ``fraction`` of its time (``by_time``). A class
     that occurs only later is not in the support. samples: the pool."""
-    return split_rows_by_time(np.sort(share.rows), samples.y, samples.time, fraction)
+    return split_rows_by_time(np.sort(share.rows), samples.strata, samples.time, fraction)
 
 
 def within(shares: Sequence[Share], samples: Samples, split: str, fraction: float, *, seed: int) -> tuple[Share, ...]:
@@ -99,7 +99,7 @@ def within(shares: Sequence[Share], samples: Samples, split: str, fraction: floa
     if split == "time":
         parts = [time_split(share, samples, fraction) for share in alone]
     else:
-        parts = [support_query(share, samples.y, fraction, seed=seed) for share in alone]
+        parts = [support_query(share, samples.strata, fraction, seed=seed) for share in alone]
     return tuple(replace(share, train=own, test=later) for share, (own, later) in zip(alone, parts, strict=True))
 
 

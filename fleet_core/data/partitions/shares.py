@@ -74,7 +74,7 @@ def pool(train: Samples, test: Samples | None = None) -> Samples:
         return train
     for what, first, second in (
         ("samples", (train.x.dtype, train.x.shape[1:]), (test.x.dtype, test.x.shape[1:])),
-        ("classes", train.classes, test.classes),
+        ("classes", train.classes, test.classes), ("outputs", train.outputs, test.outputs),
     ):
         if first != second:
             raise DataError(f"its {what} are {second}", where="test set", expected=f"{first}, as in the train set")
@@ -84,6 +84,7 @@ def pool(train: Samples, test: Samples | None = None) -> Samples:
         _both("client", train.client, test.client),
         _both("time", train.time, test.time),
         train.classes,
+        outputs=train.outputs,
     )
 
 
@@ -197,8 +198,8 @@ class Stock:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a partition draws from. classes: the labels that occur, ascending. test: None with one set. y int64 [N],
-    client str [N] or None, time float64 [N] or None: columns of the pool."""
+    """What a partition draws from. classes: the labels that occur, ascending; 0 for targets. test: None with one set.
+    y int64 [N] (``Samples.strata``), client str [N] or None, time float64 [N] or None: columns of the pool."""
 
     classes: tuple[int, ...]
     train: Stock
@@ -211,7 +212,7 @@ class Source:
     def of(train: Samples, test: Samples | None, without: Collection[int] = ()) -> Source:
         """Excludes the rows of the classes ``without``. Raises DataError when such a class does not occur, or no row is
         left."""
-        y = train.y if test is None else np.concatenate([train.y, test.y])
+        y = train.strata if test is None else np.concatenate([train.strata, test.strata])
         absent = sorted(set(without) - set(np.unique(y).tolist()))
         if absent:
             raise DataError(f"has no class {absent[0]} to exclude", expected="classes that occur")

@@ -50,7 +50,7 @@ def _features(header: list[str], path: Path, labelled: bool, cut: Cut) -> list[i
             near = schema.suggest(name, header)
             hint = f"the first line names the columns; one of them is '{name}'"
             raise DataError(f"has no column '{name}'", where=f"{path}: line 1",
-                            hint=f"rename the column '{near}'" if near else hint)
+                            hint=cut.one_class(header) or (f"rename the column '{near}'" if near else hint))
     for name, times in Counter(header).items():
         if times > 1:
             raise DataError(f"has {times} columns named '{name}'", where=f"{path}: line 1")

@@ -36,7 +36,7 @@ def arranged(table: Table, cut: Cut) -> Raw:
     if form == LONG:
         length = cut.shape[1] if cut.shape else cut.window
         assert length is not None
-        return windows.cut(table, length, cut.stride or length)
+        return windows.cut(table, length, cut.stride or length, labels=cut.labels)
     if form == FEATURES:
         return _rows(table, table.values, _notes_on_features(table, cut, channels, plain))
     places = _places(channels, plain, table.where)

@@ -61,6 +61,11 @@ def read_unsorted(path: Path, limit_bytes: int, cut: Cut = UNCUT) -> NDArray[np.
     return _stacked([("", file) for file in files], limit_bytes, cut)
 
 
+def has_images(path: Path) -> bool:
+    """Whether files lie in the folder itself, not in subfolders."""
+    return any(map(_visible, path.iterdir()))
+
+
 def _stacked(files: list[tuple[str, Path]], limit_bytes: int, cut: Cut) -> NDArray[np.uint8]:
     """uint8 [N, C, H, W]: C is 1 if all are grey and ``cut`` asks for no colours, else 3."""
     images = list(_pixels(files, limit_bytes, cut))

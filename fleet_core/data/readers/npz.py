@@ -17,12 +17,13 @@ from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data.readers.raw import Raw, bound, row_number
 
+UNLABELLED = "a fleet that learns without labels detects anomalies: metafleet init --task anomaly"
 ARRAYS = ("x", "y", "client", "time", "classes", "outputs")
 
 
-def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
+def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True, labels: bool = False) -> Raw:
     """Reads the arrays x, y and, if present, client, time, classes and outputs; others are ignored. labelled: False
-    allows y to be absent.
+    allows y to be absent. labels: the array ``labels`` may stand for outputs.
 
     Raises DataError for other files, object arrays, and arrays of more than ``limit_bytes`` unpacked.
     """
@@ -30,14 +31,15 @@ def read_npz(path: Path, limit_bytes: int, *, labelled: bool = True) -> Raw:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             _require(members, path, ("x", "y") if labelled else ("x",))
-            wanted = {name: members[name] for name in ARRAYS if name in members}
+            names = (*ARRAYS, "labels") if labels else ARRAYS
+            wanted = {name: members[name] for name in names if name in members}
             bound(sum(info.file_size for info in wanted.values()), limit_bytes, path)
             _known_compression(wanted, path)
             arrays = {name: _read_member(archive, info, f"{path}: {name}") for name, info in wanted.items()}
     except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), expected="a .npz file of numpy.savez") from error
     y = arrays.get("y", np.empty(0, np.int64))
-    outputs = tuple(map(str, arrays.get("outputs", np.empty(0)).ravel()))
+    outputs = tuple(map(str, arrays.get("labels", arrays.get("outputs", np.empty(0))).ravel()))
     return Raw(arrays["x"], y, arrays.get("client"), arrays.get("time"), arrays.get("classes"), row_number,
                outputs=outputs)
 
@@ -50,6 +52,7 @@ def _require(members: dict[str, zipfile.ZipInfo], path: Path, names: tuple[str, 
                 f"has no array '{name}'{schema.did_you_mean(name, members)}",
                 where=str(path),
                 expected=f"{'arrays x [N, ...] and y [N]' if 'y' in names else 'an array x [N, ...]'}, found {found}",
+                hint=UNLABELLED if name == "y" else None,
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ class Cut:
     between the starts of two windows; None: the length of a window, so that windows do not overlap. size: height and
     width of images, if shape is None. fit: as in ``resize.fitted``. rate_hz: of sound; 0: as the files have it.
     seconds: of a window of sound, if shape is None; its stride counts samples of sound. outputs: the columns of a table
-    that are targets; None where samples have classes, empty where the file names its targets itself.
+    that are targets; None where samples have classes, empty where the file names its targets itself. labels: targets
+    are labels, 0 or 1, of which a sample has any number.
     """
 
     shape: tuple[int, ...] | None = None
@@ -58,11 +59,18 @@ class Cut:
     rate_hz: int = 0
     seconds: float = SECONDS
     outputs: tuple[str, ...] | None = None
+    labels: bool = False
 
     @property
     def targets(self) -> tuple[str, ...]:
         """The columns of a table that are targets: without a name ``TARGET``."""
         return () if self.outputs is None else self.outputs or (TARGET,)
+
+    def one_class(self, names: Collection[str]) -> str:
+        """What to do where a table with these columns has one class for each sample, and labels are wanted; empty
+        where it does not have one."""
+        one = self.labels and "label" in names
+        return "its column 'label' holds one class for each sample: leave out --task multi-label" if one else ""
 
     def image(self, channels: int) -> tuple[int, ...] | None:
         """The shape of images of so many channels; None if each file keeps its size."""

@@ -156,6 +156,11 @@ def _recordings(path: Path, labelled: bool) -> list[Recording]:
     return found
 
 
+def is_unsorted(path: Path) -> bool:
+    """Whether the folder has .wav files that have no label."""
+    return not (path / LABELS).is_file() and any(map(_is_wave, path.iterdir()))
+
+
 def _of_folder(path: Path, labelled: bool) -> list[Recording]:
     if (path / LABELS).is_file():
         return _listed(path)

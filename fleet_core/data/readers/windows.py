@@ -8,6 +8,7 @@ clients alternate.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -22,9 +23,10 @@ GAP = 1.5  # median steps: a lost reading is a gap, an uneven clock is not
 Rows = NDArray[np.int64]
 
 
-def cut(table: Table, length: int, stride: int) -> Raw:
+def cut(table: Table, length: int, stride: int, *, labels: bool = False) -> Raw:
     """x float32 [W, C, length]. A window has the label of its readings, or the mean of their targets, and the time of
-    the last one. Readings with an empty label are skipped. Raises DataError when there is no window."""
+    the last one. labels: targets are labels, and a window has those that half of its readings or more have. Readings
+    with an empty label are skipped. Raises DataError when there is no window."""
     if not len(table):
         raise DataError("holds no samples", where=table.where)
     order = np.arange(len(table)) if table.client is None else np.argsort(table.client.codes, kind="stable")
@@ -48,7 +50,7 @@ def cut(table: Table, length: int, stride: int) -> Raw:
     left = np.where(counts, lengths - (counts - 1) * stride - length, lengths)
     return Raw(
         x=x,
-        y=table.y(heads) if table.targets is None else _means(table.targets[order], first, length),
+        y=_truths(table, heads, order, first, length, labels=labels),
         client=table.text(table.client, heads),
         time=None if table.time is None else table.time[tails],
         classes=None,
@@ -56,6 +58,18 @@ def cut(table: Table, length: int, stride: int) -> Raw:
         notes=(_note(len(table), len(first), length, stride, len(starts), gaps, left, taken, lengths),),
         outputs=table.outputs,
     )
+
+
+def _truths(table: Table, heads: Rows, order: Rows, first: Rows, length: int, *, labels: bool) -> NDArray[Any]:
+    if table.targets is None:
+        return table.y(heads)
+    if not labels:
+        return _means(table.targets[order], first, length)
+    bad = np.flatnonzero(~((table.targets == 0) | (table.targets == 1)).all(1))
+    if bad.size:
+        raise DataError(f"holds {table.targets[bad[0]].tolist()}", where=f"{table.where}, {table.row(int(bad[0]))}",
+                        expected="0 or 1 for each label")
+    return (_means(table.targets[order], first, length) >= 0.5).astype(np.float64)
 
 
 def _means(targets_NK: NDArray[np.float64], first: Rows, length: int) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, DataError
+from fleet_core.tasks.regression import Regression
 
 
 def text_of(folder: Path, method: str = "fedavg-meta", loss: str | None = None) -> str:
@@ -31,7 +32,7 @@ def refused(text: str) -> str:
 def test_the_task_has_names_mean_and_deviation_of_the_file(tmp_path: Path) -> None:
     model = config.parse(FleetConfig, text_of(tmp_path, loss="squared"), "fleet.toml").model
     assert model.classes == ()
-    assert model.task is not None
+    assert isinstance(model.task, Regression)
     assert (model.task.outputs, model.task.mean, model.task.loss) == (("speed", "load"), (4.5, 3.0), "squared")
     assert model.task.deviation[0] == pytest.approx(np.arange(10).std())
     assert model.task.deviation[1] == 1.0

@@ -14,14 +14,16 @@ import metafleet
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
+from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
+from cloud_server.records import training_graph
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
 from cloud_server.results.evaluations import evaluated
-from edge_agent.commands import device_commands
+from edge_agent.commands import device_commands, review
 from edge_agent.commands.run import figures_of
+from edge_agent.device.state import DeviceState
 from edge_agent.http import metrics
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
@@ -32,19 +34,22 @@ from edge_agent.inference.service import service_of
 from edge_agent.inference.worse_model_check import WorseModel
 from export.first_model import first
 from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base import schema
-from fleet_core.base.errors import ConfigError, DataError, MessageError
+from fleet_core.base import schema, storage, trees
+from fleet_core.base.errors import ConfigError, DataError, MessageError, StateError
 from fleet_core.board.device_settings import Personalize, settings_of
 from fleet_core.data.samples import Samples, save
 from fleet_core.link.loopback import LoopbackBroker
 from fleet_core.link.mqtt import parse_url
 from fleet_core.model import graph_bundle
 from fleet_core.model.layout import InputSpec
+from fleet_core.model.train_graph import pack
 from fleet_core.protocol.device_messages import Report
 from fleet_core.tasks.regression import Regression
+from fleet_core.training.graph_engine import GraphSteps
 from tests.support.brokers import accepts_connections, free_port
 from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
+from tests.support.train_graphs import FP32, packed, train_graph
 
 OUTPUTS = ("speed", "load")
 NAMES = ("a", "b")
@@ -99,12 +104,21 @@ def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
     return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), settings.model.task)
 
 
-def trained(folder: Path, rounds: int = 2, *, method: str = "fedavg-meta", hyper: str = "") -> World:
+def made_fleet(folder: Path, rounds: int, method: str = "fedavg-meta", hyper: str = "", link: str = "") -> World:
+    """With the graph for devices that train without torch."""
+    settings = text(method, rounds, hyper) + link
+    return World(folder, create_fleet(folder / "fleet", settings, exported, packed), LoopbackBroker())
+
+
+def trained(
+    folder: Path, rounds: int = 2, *, method: str = "fedavg-meta", hyper: str = "", link: str = "",
+    engines: tuple[str, ...] = ("torch", "torch"),
+) -> World:
     """The fleet after its last round, every model served and evaluated. Agents have a device.toml too."""
-    made = World(folder, create_fleet(folder / "fleet", text(method, rounds, hyper), exported), LoopbackBroker())
+    made = made_fleet(folder, rounds, method, hyper, link)
     made.start_server()
-    for number, name in enumerate(NAMES):
-        made.start_agent(name, drawn(number, gain=1 + number / 5))
+    for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
+        made.start_agent(name, drawn(number, gain=1 + number / 5), engine=engine)
         (folder / "devices" / name / "device.toml").write_text(
             f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
     assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
@@ -176,6 +190,53 @@ def test_evaluations_of_another_shape_are_refused(fleet: World) -> None:
         assert wrong is not None
         with pytest.raises(MessageError, match="sums"):
             fleet.server._device_messages.on_report("a", Report(6, evaluated_round=6, evaluations=(wrong,)))
+
+
+# Without torch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fedavg-meta", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("per-fedavg-exact", "per-fedavg-hf", "fedper"))])
+def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path, method: str) -> None:
+    torch, mixed = (trained(tmp_path / engines[1], method=method, link=FP32, engines=engines)
+                    for engines in (("torch", "torch"), ("torch", "onnx")))
+    assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
+    served = [one.server.checkpoint.state.served for one in (torch, mixed)]
+    assert trees.norm(trees.subtract(*served)) <= 1e-5 * trees.norm(served[0])
+    for one, other in zip(torch.server.ledger.rows(TaskEvaluation), mixed.server.ledger.rows(TaskEvaluation),
+                          strict=True):
+        assert other.sums["absolute"] == pytest.approx(one.sums["absolute"], rel=1e-4)
+
+
+def test_a_step_of_numbers_that_is_not_finite_commits_nothing_and_the_next_round_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = made_fleet(tmp_path, 2)
+    for number, name in enumerate(NAMES):
+        made.start_agent(name, drawn(number), engine="onnx")
+    mean, calls = GraphSteps._mean, [0]
+
+    def failing(self: GraphSteps, *given: Any) -> Any:
+        calls[0] += 1
+        found = mean(self, *given)
+        return {**found, "loss": np.float32("nan")} if calls[0] == 2 else found
+
+    monkeypatch.setattr(GraphSteps, "_mean", failing)
+    made.start_server()
+    assert made.pump(lambda: made.logged("the loss is nan at step")), made.lines[-10:]
+    failed = next(line for line in made.lines if "the loss is nan at step" in line).partition(":")[0]
+    folder = DeviceState(made.folder / "devices" / failed).folder
+    assert not list(folder.rglob("pending*")) + list(folder.rglob("state.safetensors"))
+    made.clock.seconds += 10_000
+    assert made.pump(lambda: made.closed() == 2, tick_s=5), made.lines[-10:]
+    assert made.server.ledger.rows(Update, status="counted")
+
+
+def test_a_graph_of_classes_in_a_fleet_of_numbers_is_refused_when_the_server_starts(tmp_path: Path) -> None:
+    made = made_fleet(tmp_path, 2)
+    storage.write_atomic(training_graph.path_of(made.fleet), pack(train_graph("fedavg")))
+    with pytest.raises(StateError, match="is for the layout"):
+        made.start_server()
 
 
 # A device -------------------------------------------------------------------------------------------------------------
@@ -329,6 +390,46 @@ def test_http_answers_with_values_and_takes_samples_with_targets(fleet: World) -
     status, refused = asked("/samples", x=later.x)
     assert status == 400
     assert "'target' is missing" in refused["error"]
+
+
+def test_stored_samples_get_their_targets_over_http_and_in_review(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = trained(tmp_path)
+    device, new = Device(home(fleet)), drawn(61, 4)
+    first, second, third, last = (device.add(x, time=float(k)) for k, x in enumerate(new.x))
+    service = service_of(home(fleet), settings_of(home(fleet)))
+    service.restore()
+    protocol = InferenceProtocol(ServedModel("t", service))
+
+    def labelled(**body: Any) -> tuple[int, Any]:
+        response = protocol.answer(Request(Head("POST", "/v2/models/t/label", {}), json.dumps(body).encode()))
+        return response.status, json.loads(response.body)
+
+    for wrong in ({"label": "fast"}, {"target": [1.0]}, {"target": ["a", "b"]}, {"target": 3}):
+        status, refused = labelled(id=first, **wrong)
+        assert status == 400
+        assert "'target' is " in refused["error"]
+        assert "a number for each of speed, load" in refused["error"]
+    status, found = labelled(id=first, target=[118, 0.5])
+    assert (status, found["target"]) == (200, [118, 0.5])
+    review.review(home(fleet), 20, second, None, target="119,0.25", new_class=False, as_json=False)
+    assert f"{second} is 119,0.25" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="a class 'fast', and this fleet predicts speed, load"):
+        review.review(home(fleet), 20, third, "fast", new_class=False, as_json=False)
+    typed = iter(["fast", "1", "120.5,-0.25", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    review.review(home(fleet), 20, None, None, new_class=False, as_json=False)
+    out = capsys.readouterr().out
+    assert "targets: speed, load" in out
+    assert "'fast' is not numbers" in out
+    assert "expected a finite number for each of speed, load" in out
+    assert "1 labelled" in out
+    assert [one.id for one in device.unlabelled()] == [third]
+    np.testing.assert_array_equal(service.local().every().y[-3:], [[118, 0.5], [119, 0.25], [120.5, -0.25]])
+    assert last not in device._buffer.ids()
 
 
 def test_metrics_and_rows_have_the_errors(fleet: World) -> None:

@@ -32,10 +32,17 @@ class Sums:
     def __init__(self, dtype: str = "float32", *, unknown: bool = False, error: FleetError | None = None):
         self.now: Facts | None = Facts((2,), dtype, CLASSES, 7, unknown, "embed")
         self.unknown, self.error = unknown, error
+        self.held: Mapping[str, Any] = {}
         self.learned: list[tuple[np.ndarray, Sequence[str] | np.ndarray]] = []
 
     def facts(self) -> Facts | None:
         return self.now
+
+    def held_back(self) -> Mapping[str, Any]:
+        return self.held
+
+    def calibration_error(self) -> float | None:
+        return self.held.get("calibration_error")
 
     def answer(self, x: np.ndarray) -> Answer:
         if self.error is not None:
@@ -60,7 +67,7 @@ class Sums:
             raise DataError(f"no unlabelled sample '{name}'")
         return np.array([1, 2], np.float32)
 
-    def label(self, name: str, label: str, *, new: bool) -> Mapping[str, Any]:
+    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
         return {"id": name, "label": label, "new": new}
 
 
@@ -156,6 +163,16 @@ def test_the_model_says_its_tensors_classes_and_version() -> None:
     assert (said["name"], said["versions"], said["classes"]) == ("sums", ["7"], list(CLASSES))
     assert said["graph"] == "embed"
     assert get("/v2/models/sums/versions/7", Sums(unknown=True)) == (status, said)
+
+
+def test_the_metadata_and_answers_say_how_far_probabilities_can_be_trusted_if_the_device_knows() -> None:
+    model = Sums()
+    assert "held_back" not in get("/v2/models/sums", model)[1]
+    assert "calibration_error" not in json.loads(post({"inputs": [x_of()]}, model=model).body)["parameters"]
+    model.held = {"samples": 40, "accuracy": 0.9, "calibration_error": 0.05}
+    assert get("/v2/models/sums", model)[1]["held_back"] == model.held
+    said = json.loads(post({"inputs": [x_of()]}, model=model).body)
+    assert said["parameters"]["calibration_error"] == 0.05
 
 
 def test_an_unknown_path_model_or_version_is_not_found() -> None:

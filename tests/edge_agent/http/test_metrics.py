@@ -35,7 +35,8 @@ FULL = Figures(
     fleet="desk", device="d0", version="0.1.0", connected=True, phase="train",
     traffic=Traffic(10, 20, 30, 40, {"model_down": 5, "graph_down": 1, "update_up": 3}, 2, 1.5),
     usage=ProcessUsage(2.5, 80.0), energy=(Energy("train", 4.5, "ina219", True), Energy("radio", 0.5, "wifi", False)),
-    flops=1e9, round=3, served_round=2, accuracy={"before": 0.5, "after": 0.75}, errors={"after": {"load": 0.25}},
+    flops=1e9, round=3, served_round=2, accuracy={"before": 0.5, "after": 0.75},
+    measures={"after": {"mae": {"load": 0.25}, "f1": {"rain": 0.5}, "alarms": {"quiet": 0.01}}},
     answered=7, last_answer_s=1.7e9,
 )
 """The figures of an agent that has measured everything."""
@@ -96,7 +97,7 @@ def test_a_scrape_has_what_the_agent_did(agent: Agent, tmp_path: Path) -> None:
 def test_every_figure_has_its_base_unit_and_its_labels() -> None:
     page = metrics.text(FULL)
     found = parsed(page)
-    assert len(found) == page.count("# TYPE") == 16
+    assert len(found) == page.count("# TYPE") == 18
     for name, metric in found.items():
         assert metric.documentation.endswith(".")
         assert not re.search(r"_(ms|mib|kb|mb|minutes|percent)$", name)
@@ -108,6 +109,8 @@ def test_every_figure_has_its_base_unit_and_its_labels() -> None:
     assert values(found["metafleet_agent_energy_joules"], "phase", "source") == {
         ("train", "measured: ina219"): 4.5, ("radio", "modelled: wifi"): 0.5}
     assert values(found["metafleet_agent_mean_absolute_error"], "stage", "output") == {("after", "load"): 0.25}
+    assert values(found["metafleet_agent_label_f1_ratio"], "stage", "output") == {("after", "rain"): 0.5}
+    assert values(found["metafleet_agent_alarms_ratio"], "stage", "output") == {("after", "quiet"): 0.01}
     assert values(found["metafleet_agent_peak_memory_bytes"]) == {(): 80 * (1 << 20)}
     assert values(found["metafleet_agent_last_answer_timestamp_seconds"]) == {(): 1.7e9}
 

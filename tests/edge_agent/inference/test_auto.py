@@ -80,6 +80,9 @@ def test_frequent_classes_are_likelier_among_the_class_means_that_are_weighed() 
     plan = plan_of(Personalize("auto"), method, method.hyper(), homes.graph_for("pfldyn-proto"))
     assert [one.kind for one in plan.candidates if one.frequent] == ["proto"]
     assert not plan_of(Personalize("proto"), method, method.hyper(), homes.graph_for("pfldyn-proto")).frequent
+    for way in ("proto", "method"):
+        choice = Personalize(way, frequent=True)
+        assert plan_of(choice, method, method.hyper(), homes.graph_for("pfldyn-proto")).frequent
 
 
 @pytest.mark.parametrize("method", ["fedavg-meta", "pfldyn-proto", "knn-per", "pfedgp"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleet_core.algorithms.interface import own_steps
+from fleet_core.algorithms.interface import OWN_LABELS, own_steps
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import trees
 from fleet_core.base.errors import DataError
@@ -62,7 +62,7 @@ def test_personal_weights_are_the_same_every_time_and_leave_the_served_model_unc
     one, again = fleet.own(MINE, state), fleet.own(MINE, state)
     assert equal_bits(one, again)
     assert equal_bits(before, fleet.evaluated)
-    wanted = ("body",) if METHODS[name].personalizer in ("proto", "gp") else ("body", "head")
+    wanted = ("body",) if METHODS[name].adaptation in OWN_LABELS else ("body", "head")
     fleet.layout.check(one, wanted)
     assert {a.dtype for a in flat(one)} == {np.dtype(np.float32)}
 

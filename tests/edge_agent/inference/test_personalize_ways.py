@@ -238,6 +238,7 @@ def test_an_impossible_personalizer_is_refused_with_the_reason_and_the_possible_
     (Personalize("proto", steps=3), "steps or a rate for personalizing by proto"),
     (Personalize("head", rate=0.1), "steps or a rate for personalizing by head"),
     (Personalize("none", rate=0.1), "steps or a rate for personalizing by none"),
+    (Personalize("head", frequent=True), "frequent is a setting of class means, and this personalizer is head"),
 ])
 def test_settings_that_a_personalizer_lacks_are_refused(tmp_path: Path, choice: Personalize, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -25,6 +25,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import terminal
 from fleet_core.base.errors import DataError, StateError
 from fleet_core.board.device_settings import Personalize
+from fleet_core.tasks.calibration import expected_calibration_error
 from tests.support import homes
 from tests.support.inprocess import toy
 
@@ -120,6 +121,22 @@ def test_over_http_the_refusal_is_a_400_with_the_reason(tmp_path: Path) -> None:
     assert status == 400
     assert "not kept" in said["error"]
     assert "held-back samples" in said["error"]
+
+
+def test_the_calibration_error_of_held_back_samples_is_in_the_metadata_and_then_in_answers(tmp_path: Path) -> None:
+    service = homes.restored(device(tmp_path).slots.folder.parent)
+    model, held_back = ServedModel("t", service), service.local().held_back()
+    assert held_back is not None
+    assert model.calibration_error() is None, "the samples were not answered since the start"
+    answers = service.predict(held_back.x)
+    right = answers.argmax(1) == held_back.y
+    wanted = expected_calibration_error(answers.max(1), right)
+    response = InferenceProtocol(model).answer(Request(Head("GET", "/v2/models/t")))
+    said = json.loads(response.body)["held_back"]
+    assert (said["samples"], said["accuracy"]) == (36, pytest.approx(right.mean()))
+    assert said["calibration_error"] == model.calibration_error() == pytest.approx(wanted, abs=1e-6)
+    service.local().path.write_bytes(b"damaged")
+    assert model.held_back() == {}
 
 
 def post(service: Service, x: Array, labels: list[str]) -> tuple[int, Any]:

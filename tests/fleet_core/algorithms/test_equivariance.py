@@ -17,12 +17,25 @@ from tests.support.simulation import Fleet, flat, hyper_of, max_difference, toy_
 
 Array = np.ndarray[Any, Any]
 ROTATED = np.array([2, 4, 0, 1, 3])
-PROTO = [name for name, method in METHODS.items() if method.personalizer == "proto"]
+PROTO = [name for name, method in METHODS.items() if method.adaptation in ("proto", "metavers")]
 
 
 def permuted(samples: tuple[Array, Array]) -> tuple[Array, Array]:
     x, y = samples
     return x, ROTATED[y]
+
+
+def test_balanced_draws_are_even_and_named_by_the_setting() -> None:
+    """As many samples of each class in support and query, all that there are of a rare one."""
+    y = np.repeat([0, 1, 2, 3], [80, 10, 4, 1])
+    hyper = METHODS["p-avg-proto"].hyper(support_batch=16, query_batch=10, draws="balanced")
+    stream, left_out = draws(y, hyper, np.random.default_rng(0), by_class=True)
+    for _ in range(3):
+        support, query = next(stream)
+        assert not set(support) & set(query)
+        assert np.bincount(y[support]).tolist() == [5, 5, 2]
+        assert np.bincount(y[query]).tolist() == [3, 3, 2]
+    assert left_out() == {3: 1}
 
 
 labels = st.lists(st.integers(0, 4), min_size=6, max_size=60).filter(lambda y: np.bincount(y).max() >= 2)

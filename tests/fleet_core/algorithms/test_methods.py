@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet_core.algorithms.interface import ClientState, LocalSgd, Payload, ServerState, Update
+from fleet_core.algorithms.interface import OWN_LABELS, ClientState, LocalSgd, Payload, ServerState, Update
 from fleet_core.algorithms.methods.fedproto import PrototypeClient, PrototypeServer, Pull
 from fleet_core.algorithms.methods.metavers import Margins, VersClient, VersServer, history
 from fleet_core.algorithms.methods.moreau import Moreau, MoreauClient
@@ -111,6 +111,17 @@ def test_the_appendix_of_fedmeta_is_averaging_by_samples_with_adam_on_the_device
 
 
 # Degenerate cases (identity 5) ----------------------------------------------------------------------------------------
+
+
+def test_the_joint_method_with_class_means_alone_is_p_avg_proto_and_leaves_the_head() -> None:
+    joint, proto = toys("fedavg-joint", means_share=1.0), toys("p-avg-proto")
+    first = joint.state.model
+    for active in ([0, 1, 2], [0, 2]):
+        joint.round(active)
+        proto.round(active)
+        assert max_difference(trees.only(joint.state.model, ("body",)), proto.state.model) < 1e-7
+    assert equal_bits(trees.only(joint.state.model, ("head",)), trees.only(first, ("head",)))
+    assert np.abs(flat(proto.trained()[0].update.groups)[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("distance", ["squared", "norm"])
@@ -374,7 +385,7 @@ def test_every_method_is_a_row_of_choices_that_exist(name: str) -> None:
     assert method.name == name
     assert set(method.shared) | set(method.besides) | set(method.personal) <= groups
     assert not set(method.shared) & set(method.personal)
-    assert ("head" in method.shared + method.personal) is (method.personalizer not in ("proto", "gp"))
+    assert ("head" in method.shared + method.personal) is (method.adaptation not in OWN_LABELS)
     assert method.title
     assert method.source
     assert bool(method.personal) is (isinstance(method.client, KeepingClient))

@@ -104,3 +104,62 @@ def test_labels_where_numbers_are_expected_are_refused(tmp_path):
 def test_targets_that_are_not_finite_or_of_another_shape_are_refused(tmp_path, y, message):
     with pytest.raises(DataError, match=message):
         load(npz(tmp_path / "bad.npz", x=X, y=y), outputs=())
+
+
+# Any number of labels -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [bool, np.uint8, np.float64])
+def test_an_npz_gives_any_number_of_labels_for_each_sample(tmp_path, kind):
+    y = np.array([[1, 0], [1, 1], [0, 0], [0, 1]]).astype(kind)
+    found = load(npz(tmp_path / "s.npz", x=X, y=y, labels=np.array(["speech", "music"])), outputs=(), labels=True)
+    assert found.outputs == ("speech", "music")
+    assert found.y.tolist() == [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
+    assert load(tmp_path / "s.npz", outputs=("music",), labels=True).y.tolist() == [[0.0], [1.0], [0.0], [1.0]]
+    unnamed = load(npz(tmp_path / "u.npz", x=X, y=y), outputs=(), labels=True)
+    assert unnamed.outputs == ("label1", "label2")
+
+
+def test_columns_of_0_and_1_are_labels(tmp_path):
+    csv = tmp_path / "s.csv"
+    csv.write_text("a,speech,b,music\n1,0,2,1\n3,1,4,1\n")
+    found = load(csv, outputs=("speech", "music"), labels=True)
+    assert found.x.tolist() == [[1, 2], [3, 4]]
+    assert found.y.tolist() == [[0.0, 1.0], [1.0, 1.0]]
+    with pytest.raises(DataError, match=r"names no labels; .*\nhint: --labels NAME,NAME"):
+        load(csv, outputs=(), labels=True)
+    csv.write_text("a,speech\n1,0\n3,0.5\n")
+    with pytest.raises(DataError, match=r"y, line 3: holds \[0.5\]; expected 0 or 1 for each label"):
+        load(csv, outputs=("speech",), labels=True)
+
+
+def test_a_window_has_the_labels_of_half_of_its_readings_or_more(tmp_path):
+    csv = tmp_path / "r.csv"
+    csv.write_text("time,ax,on,off\n" + "".join(f"{t},{t},{int(t > 2)},{int(t == 0)}\n" for t in range(8)))
+    found = load(csv, outputs=("on", "off"), labels=True, window=4)
+    assert found.y.tolist() == [[0.0, 0.0], [1.0, 0.0]]
+    assert load(csv, outputs=("on", "off"), labels=True, window=2).y.tolist()[0] == [0.0, 1.0]
+    csv.write_text("time,ax,on\n" + "".join(f"{t},{t},{t / 4}\n" for t in range(4)))
+    with pytest.raises(DataError, match=r"line 3: holds \[0.25\]; expected 0 or 1"):
+        load(csv, outputs=("on",), labels=True, window=4)
+
+
+def test_one_class_where_labels_are_expected_is_refused_and_the_reverse(tmp_path):
+    for name, y in (("text", np.array(["a", "b", "a", "b"])), ("number", np.arange(4))):
+        with pytest.raises(DataError, match=r"y: has one class for each sample; expected \[N, K\], 0 or 1 .*\nhint: "
+                                            "leave out --task multi-label"):
+            load(npz(tmp_path / f"{name}.npz", x=X, y=y), outputs=(), labels=True)
+    csv = tmp_path / "s.csv"
+    csv.write_text("a,b,label\n1,2,cat\n")
+    with pytest.raises(DataError, match="has no column 'cat'\nhint: its column 'label' holds one class for each"):
+        load(csv, outputs=("cat", "dog"), labels=True)
+    lines = tmp_path / "s.ndjson"
+    lines.write_text('{"x": [1, 2.5], "label": "cat"}\n')
+    with pytest.raises(DataError, match="line 1: has no 'cat'"):
+        load(lines, outputs=("cat", "dog"), labels=True)
+    (tmp_path / "folder" / "a").mkdir(parents=True)
+    with pytest.raises(DataError, match="folder: has one class for each sample, not several labels"):
+        load(tmp_path / "folder", outputs=(), labels=True)
+    with pytest.raises(DataError, match=r"y: has shape \(4, 2\).*\nhint: a fleet whose samples have any number of "
+                                        r"labels: metafleet init --task multi-label"):
+        load(npz(tmp_path / "several.npz", x=X, y=np.zeros((4, 2), np.uint8)))

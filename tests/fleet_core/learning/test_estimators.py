@@ -27,10 +27,11 @@ HYPER: dict[str, Any] = {
     "inner_lr": 0.1, "inner_steps": 2, "difference": 1e-5, "distance": "squared", "pull": 0.7, "pull_form": "norm",
     "triplet_sum": True, "margin_divisor": "printed", "margin_distance": "norm", "negative": "positive",
     "kernel": "rbf", "output_scale": 8.0, "length_scale": 1.0, "augmentation_steps": 5,
+    "means_share": 0.3,
 }  # fmt: skip
 ADAPTATIONS = (
     "none", "proto", "maml-exact", "maml-first-order", "maml-hessian-free", "meta-sgd", "metavers", "fedproto",
-    "gp",
+    "gp", "joint",
 )  # fmt: skip
 
 
@@ -101,6 +102,7 @@ def away(left: Params, right: Params) -> float:
         ("meta-sgd", {}),
         ("metavers", {}),
         ("metavers", {"distance": "norm", "negative": "centroid", "triplet_sum": False, "margin_divisor": "pairs"}),
+        ("joint", {}),
         ("fedproto", {}),
         ("fedproto", {"pull_form": "square"}),
     ],
@@ -118,6 +120,17 @@ def test_a_gradient_is_the_finite_difference_of_its_loss(adaptation: str, hyper:
     slope = float(flat(parameters(found)) @ flat(along))
     assert abs(slope) > 1e-3
     assert slope == pytest.approx((loss(1) - loss(-1)) / (2 * h), rel=1e-6, abs=1e-9)
+
+
+def test_the_joint_loss_is_that_of_class_means_and_that_of_the_head_by_their_shares() -> None:
+    at, e = weights(), episode()
+    means = estimator("proto")(e)(at)
+    head = estimator("none")(Episode(e.support_x[:0], e.support_y[:0], both_batches(), labels_of_both()))(at)
+    for share in (0.0, 0.3, 1.0):
+        value, found = estimator("joint", means_share=share)(e)(at)
+        assert float(value) == pytest.approx(share * float(means[0]) + (1 - share) * float(head[0]), rel=1e-12)
+        wanted = trees.axpy(share, means[1], trees.scale(head[1], 1 - share))
+        assert away(found, wanted) < 1e-12
 
 
 def test_metavers_own_margin_is_measured_and_is_a_constant_for_the_gradient() -> None:

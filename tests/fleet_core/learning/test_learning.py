@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fleet_core import learning
-from fleet_core.algorithms.interface import Payload
+from fleet_core.algorithms.interface import OWN_LABELS, Payload
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.base.errors import ConfigError, DataError, RoundError
@@ -455,7 +455,7 @@ def test_a_class_with_one_sample_is_left_out_and_named(name: str) -> None:
 @every_method
 def test_answers_from_own_samples_alone_accept_a_label_that_the_fleet_does_not_know(name: str) -> None:
     x, y = toy_samples()
-    if METHODS[name].personalizer in ("proto", "gp"):
+    if METHODS[name].adaptation in OWN_LABELS:
         assert round_of(name, (x, y + 4)).loss > 0
     else:
         with pytest.raises(DataError, match="the label 6 is not a class of the fleet"):

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], tuple[str, float]]] = {
     "fedbabu": ("shared", 12, QUICK, ("local", 0.1)),
     "fedproto": ("shared", 12, QUICK, ("local", 0.04)),
     "lg-fedavg": ("shared", 15, QUICK, ("local", 0.03)),
+    "fedavg-joint": ("shared", 12, QUICK, ("local", 0.15)),
     "local": ("permuted", 12, QUICK, ("chance", 0.3)),
     "fedper": ("permuted", 15, QUICK, ("local", 0.03)),
     "fedrep": ("permuted", 15, QUICK, ("local", 0.03)),
@@ -101,6 +102,21 @@ def test_a_method_beats_its_baseline(name: str) -> None:
     labels, rounds, hyper, (baseline, margin) = CASES[name]
     _, accuracy = learned(name, labels, rounds, **hyper)
     assert accuracy > (CHANCE if baseline == "chance" else local(labels)) + margin
+
+
+def test_one_jointly_trained_model_answers_by_class_means_and_by_its_head() -> None:
+    """Each way nearly as well as the model that was trained for it alone."""
+    test = devices("shared")[1]
+
+    def of_head(fleet: Fleet) -> float:
+        return float(np.mean([(local_training.predict_logits(fleet.model, fleet.evaluated, x).argmax(1) == y).mean()
+                              for x, y in test]))
+
+    joint, by_means = learned("fedavg-joint", "shared", 12, **QUICK)
+    for found, alone in ((by_means, learned("p-avg-proto", "shared", 12, **QUICK)[1]),
+                         (of_head(joint), of_head(learned("fedavg", "shared", 12, **QUICK)[0]))):
+        assert found > local("shared") + 0.15
+        assert found > alone - 0.03
 
 
 @pytest.mark.parametrize("name", ["fedmeta-maml", "fedmeta-metasgd", "per-fedavg-exact", "pfldyn-maml"])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fleet_core.learning import losses
+from fleet_core.tasks.labels import MultiLabel
 
 Array = np.ndarray[Any, Any]
 DISTANCE: dict[str, Callable[[Array, Array], float]] = {
@@ -188,3 +189,13 @@ def test_scores_follow_a_permutation_of_the_labels_to_the_bit() -> None:
     (z, y), permuted = tensors(*cloud(30)), torch.tensor([2, 0, 3, 1, 4])
     scores, again = (losses.proto_logits(z, *losses.prototypes(z[:20], labels[:20], 5)) for labels in (y, permuted[y]))
     assert torch.equal(again[:, permuted], scores)
+
+
+def test_the_loss_of_labels_is_the_binary_cross_entropy_and_leaves_out_what_is_not_known() -> None:
+    task = MultiLabel(("a", "b"))
+    logits, y = 4 * torch.randn(30, 2, dtype=torch.float64), (torch.rand(30, 2) < 0.5).double()
+    wanted = nn.functional.binary_cross_entropy_with_logits(logits, y)
+    torch.testing.assert_close(losses.of_task(task)(logits, y), wanted)
+    answers = torch.tensor([[0.0, 2.0]], requires_grad=True)
+    (slope,) = torch.autograd.grad(losses.known_of_task(task)(answers, torch.tensor([[1.0, torch.nan]])), answers)
+    assert slope.tolist() == [[-0.5, 0.0]]

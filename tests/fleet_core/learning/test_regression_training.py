@@ -40,7 +40,7 @@ def fleet_of(name: str, loss: str = "huber", offsets: float = 0.0, **changes: An
 
 def errors_of(fleet: Fleet, params: Any, later: Samples) -> Errors:
     task = fleet.layout.task
-    assert task is not None
+    assert isinstance(task, Regression)
     answers = local_training.predict_logits(fleet.model, params, later[0])
     return Errors.of(task, later[1], task.in_units(answers))
 
@@ -60,11 +60,11 @@ def test_the_losses_are_those_of_torch(loss: str) -> None:
 def test_targets_that_are_nan_neither_count_nor_give_a_gradient() -> None:
     task = Regression(("a",), (0.0,), (1.0,))
     answers = torch.tensor([[3.0], [5.0]], requires_grad=True)
-    value = losses.of_task(task)(answers, torch.tensor([[1.0], [torch.nan]]))
+    value = losses.known_of_task(task)(answers, torch.tensor([[1.0], [torch.nan]]))
     (slope,) = torch.autograd.grad(value, answers)
     assert value.item() == 1.5
     assert slope.tolist() == [[1.0], [0.0]]
-    assert losses.of_task(task)(answers, torch.full((2, 1), torch.nan)).item() == 0
+    assert losses.known_of_task(task)(answers, torch.full((2, 1), torch.nan)).item() == 0
 
 
 # Layout ---------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_a_fleet_answers_better_than_the_mean_and_than_a_device_alone(loss: str)
     found = [errors_of(fleet, fleet.evaluated, samples) for samples in later]
     fleets = sum(found[1:], found[0])
     task = fleet.layout.task
-    assert task is not None
+    assert isinstance(task, Regression)
     alone = [Errors.of(task, y, RidgeHead.fit(one[0], one[1][:, None]).answers(x))
              for one, (x, y) in zip(fleet.data, later, strict=True)]
     device = sum(alone[1:], alone[0])
@@ -168,7 +168,7 @@ def test_fine_tuning_and_a_ridge_head_learn_a_new_devices_own_offset() -> None:
     z = local_training.embed(fleet.model, fleet.evaluated, own[0])
     head = RidgeHead.fit(z, own[1][:, None])
     task = fleet.layout.task
-    assert task is not None
+    assert isinstance(task, Regression)
     ridge = Errors.of(task, later[1], head.answers(local_training.embed(fleet.model, fleet.evaluated, later[0])))
     assert before.mae is not None
     assert tuned.mae is not None

@@ -93,3 +93,10 @@ def test_a_graph_trains_with_the_estimators_of_its_loss_and_its_constants() -> N
     assert "there is no graph for the estimator gp" in proto.refuses("gp", hyper)
     assert INFO.refuses("maml-exact", None) == ""
     assert "not of the estimator maml-exact" in replace(INFO, product=False).refuses("maml-exact", None)
+
+
+def test_a_constant_that_a_graph_of_before_does_not_name_is_the_default() -> None:
+    hyper = METHODS["fedproto"].hyper()
+    before = replace(INFO, loss="fedproto", product=False, hyper={"pull": hyper.pull})
+    assert before.refuses("fedproto", hyper) == ""
+    assert "made with pull_form = 'norm'" in before.refuses("fedproto", replace(hyper, pull_form="square"))

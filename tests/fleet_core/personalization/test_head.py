@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fleet_core.base.errors import DataError, StateError
-from fleet_core.personalization.linear_head import DECAY, Head
+from fleet_core.personalization.linear_head import DECAY, Head, LabelHead
 from fleet_core.personalization.nearest import softmax
+from fleet_core.tasks.labels import sigmoid
 
 Array = np.ndarray[Any, Any]
 
@@ -127,3 +128,34 @@ def test_what_is_no_support_set_is_refused() -> None:
             Head.fit(z, labels, classes)
     with pytest.raises(DataError, match="not finite"):
         Head.fit(np.where(z == z[0, 0], np.nan, z), y, 3)
+
+
+# Any number of labels -------------------------------------------------------------------------------------------------
+
+
+def test_a_head_of_labels_minimises_the_cross_entropy_of_each_of_them() -> None:
+    z, y = cloud()
+    labels = np.stack([y == 0, y != 2], 1).astype(np.float64)
+    head = LabelHead.fit(z, labels, steps=4000)
+    size = np.sqrt(np.square(z - z.mean(0, dtype=np.float64)).mean())
+    wrong = sigmoid(head.answers(z)) - labels  # the loss has no slope: by weights in units of the scaled embeddings
+    slope = wrong.T @ (z - z.mean(0)) / size / len(z) + DECAY * head.weight * size
+    np.testing.assert_allclose(slope, 0, atol=1e-4)
+    np.testing.assert_allclose(wrong.mean(0), 0, atol=1e-4)
+
+
+def test_a_label_that_no_sample_carries_gets_a_bias_only_and_is_not_answered() -> None:
+    z, y = cloud()
+    head = LabelHead.fit(z, np.stack([y == 0, np.zeros(len(y))], 1).astype(np.float64))
+    np.testing.assert_allclose(head.weight[1], 0, atol=1e-6)
+    assert (head.answers(z)[:, 1] < 0).all()
+
+
+def test_a_head_of_labels_refuses_other_shapes() -> None:
+    z, y = cloud()
+    with pytest.raises(StateError, match="no labelled sample"):
+        LabelHead.fit(z[:0], np.zeros((0, 2)))
+    with pytest.raises(DataError, match=r"expected \[S, D\] with \[S, N\]"):
+        LabelHead.fit(z, y.astype(np.float64))
+    with pytest.raises(DataError, match="not finite"):
+        LabelHead.fit(np.full_like(z, np.nan), np.zeros((len(z), 2)))

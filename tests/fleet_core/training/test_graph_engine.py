@@ -13,11 +13,17 @@ from fleet_core.base import trees
 from fleet_core.base.errors import BundleError, RoundError
 from fleet_core.base.moving_arrays import EVERYTHING, Moving
 from fleet_core.base.trees import Params
-from fleet_core.learning import local_training
+from fleet_core.learning import local_training, models
+from fleet_core.model.layout import InputSpec, Layout
+from fleet_core.model.train_graph import pack, unpack
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 from fleet_core.training import local_round, round_plans
 from fleet_core.training.graph_engine import GraphEngine, Opened, check_golden
 from fleet_core.training.local_round import TrainResult
-from tests.support.simulation import Fleet, hyper_of, max_difference, toy_samples
+from tests.support.simulation import Fleet, Samples, hyper_of, max_difference, toy_layout, toy_samples
 from tests.support.train_graphs import ABLE, opened, train_graph
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -28,11 +34,18 @@ STEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
+ESTIMATORS = ("fedavg", "per-fedavg-fo", "per-fedavg-hf", "per-fedavg-exact", "fedmeta-metasgd")
+"""A method for each estimator that needs no classes."""
+
+
 def both(
-    name: str, moving: Moving = EVERYTHING, rounds: int = 1, pass_of: int = 0, **changes: Any
+    name: str, moving: Moving = EVERYTHING, rounds: int = 1, pass_of: int = 0, layout: Layout | None = None,
+    **changes: Any,
 ) -> tuple[TrainResult, TrainResult]:
-    """The result of the last of ``rounds`` on one device by torch and by the graph, which start alike."""
-    fleet = Fleet(name, hyper_of(name, **{**STEPS, **changes}), [toy_samples(), toy_samples(50, seed=1)])
+    """The result of the last of ``rounds`` on one device by torch and by the graph, which start alike. layout: of
+    a task; None for classes."""
+    data = [task_samples(layout, 60 - 10 * i, i) if layout else toy_samples(60 - 10 * i, seed=i) for i in range(2)]
+    fleet = Fleet(name, hyper_of(name, **{**STEPS, **changes}), data, layout or toy_layout())
     for _ in range(rounds - 1):
         fleet.round()
     sent = fleet.broadcast()
@@ -41,9 +54,33 @@ def both(
         fleet.method, fleet.model, fleet.layout, sent.beside(one.per_device), one.state, one.x, one.y, fleet.hyper,
         one.rng, moving=moving,
     )
-    graph = train_graph(name)
+    graph = train_graph(name, layout)
     engine = GraphEngine(opened(replace(graph, info=replace(graph.info, pass_of=pass_of))))
     return by_torch, local_round.train_one(engine, fleet.method, fleet.layout, sent, again, fleet.hyper, moving=moving)
+
+
+def task_samples(layout: Layout, count: int, seed: int) -> Samples:
+    """Samples of the layout, and the truths of its task: two targets in units of their own, some of them far off, or
+    two labels, or what a repetition of quiet samples should differ by."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, *layout.input.shape)).astype(np.float32)
+    level = x.reshape(count, -1)[:, :3].sum(1)
+    y = np.stack([200 + 40 * level, -0.5 * level + 0.3 * rng.standard_t(2, count)], 1)
+    if isinstance(layout.task, Anomaly):
+        return x, layout.task.targets(count)
+    return x, (y > [200, 0]).astype(np.float32) if isinstance(layout.task, MultiLabel) else y
+
+
+def of_task(model: str, task: str) -> Layout:
+    """task: the loss of numbers, or ``labels`` or ``anomaly``."""
+    known: dict[str, tuple[InputSpec, dict[str, Any]]] = {
+        "mlp": (InputSpec((6,)), {"hidden": [8], "activation": "elu"}),
+        "cnn1d": (InputSpec((2, 16)), {"channels": [4], "width": 8}),
+    }
+    spec, options = known[model]
+    tasks: dict[str, Task] = {"labels": MultiLabel(("a", "b")), "anomaly": Anomaly(int(np.prod(spec.shape)))}
+    numbers = Regression(("a", "b"), (200.0, 0.0), (60.0, 0.8), task if task not in tasks else "huber")
+    return models.describe(model, spec, (), options, tasks.get(task, numbers))
 
 
 def _flat(params: Params) -> dict[str, Any]:
@@ -72,6 +109,22 @@ def test_the_update_of_twenty_steps_is_torchs(name: str) -> None:
         by_torch.samples, by_torch.steps, by_torch.left_out, by_torch.flops)
     assert found.loss == pytest.approx(by_torch.loss, rel=1e-5)
     assert all(a.dtype == np.float32 for named in found.update.groups.values() for a in named.values())
+
+
+@pytest.mark.parametrize(("name", "model", "task"), [
+    *(("fedavg", "mlp", task) for task in ("huber", "labels", "anomaly")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        *((name, "mlp", "huber") for name in ABLE if name != "fedavg" and not METHODS[name].needs_classes),
+        *((name, "mlp", "squared") for name in ESTIMATORS), *((name, "cnn1d", "huber") for name in ESTIMATORS),
+        *((name, "mlp", task) for task in ("labels", "anomaly") for name in ESTIMATORS if name != "fedavg"),
+        *(("fedavg", "cnn1d", task) for task in ("labels", "anomaly"))))
+])  # fmt: skip
+def test_the_update_of_a_task_is_torchs(name: str, model: str, task: str) -> None:
+    by_torch, found = both(name, layout=of_task(model, task), rounds=2)
+    assert distance(by_torch.update.groups, found.update.groups) < 1e-5
+    for role, tree in by_torch.pending.items():
+        assert distance(tree, found.pending[role]) < 1e-5
+    assert found.loss == pytest.approx(by_torch.loss, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -168,6 +221,16 @@ def test_a_graph_of_another_estimator_or_with_other_constants_is_refused() -> No
         engine = GraphEngine(opened(train_graph(name)))
         with pytest.raises(BundleError, match=why):
             local_round.train_one(engine, fleet.method, fleet.layout, sent, one, fleet.hyper)
+
+
+def test_a_graph_of_another_task_is_refused() -> None:
+    graph = train_graph("fedavg", of_task("mlp", "huber"))
+    assert unpack(pack(graph), graph.layout).golden["y"].dtype == np.float32
+    with pytest.raises(BundleError, match="is for the layout"):
+        unpack(pack(graph), of_task("mlp", "squared"))
+    wrong = replace(graph, golden={**graph.golden, "y": np.zeros(len(graph.golden["x"]), np.int64)})
+    with pytest.raises(BundleError, match="golden y is int64"):
+        unpack(pack(wrong), graph.layout)
 
 
 def test_a_loss_that_is_not_finite_ends_the_round() -> None:

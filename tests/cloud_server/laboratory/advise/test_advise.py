@@ -14,6 +14,7 @@ import pytest
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.advise import short_comparison as advising
 from cloud_server.laboratory.advise.candidates import Candidate, candidates
+from cloud_server.laboratory.advise.error_baselines import ErrorBaselines
 from cloud_server.laboratory.advise.recommendation import baseline_facts, decide, federated, sentences, table, to_json
 from cloud_server.laboratory.advise.recordings import Model, models_for, recordings
 from cloud_server.laboratory.advise.short_comparison import Options, Outcome, fitting_plan, later_runs
@@ -27,6 +28,7 @@ from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data.samples import Samples, save
+from fleet_core.tasks.regression import Regression
 from tests.cloud_server.laboratory.compare.test_compare import DOWN, UP, ended
 
 ROWS = 30
@@ -298,6 +300,74 @@ def test_the_table_has_every_candidate_and_the_json_no_empty_figure() -> None:
     assert "0.850 ± 0.071" in lines[2]
     assert "null" not in json.dumps(to_json(found))
     assert "new" not in to_json(found)["ranked"][0]
+
+
+def of_numbers(path: Path, clients: int = 6) -> str:
+    """Two numbers that follow from two of four features, with an offset for each client."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(clients * ROWS, 4)).astype(np.float32)
+    level = x[:, 0] - x[:, 1] + 0.1 * np.repeat(np.arange(clients), ROWS)
+    y = np.stack([50 + 10 * level, -level], 1) + rng.normal(size=(len(x), 2)) * (1, 0.1)
+    client = np.repeat(np.array([f"d{i}" for i in range(clients)], dtype=np.str_), ROWS)
+    save(path, Samples(x, y, client, np.tile(np.arange(ROWS) * 1.0, clients), outputs=("speed", "load")))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_real_advice_on_numbers_prefers_the_smaller_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FINALISTS": 1, "MAX_ROUNDS": 5, "MORE_SEEDS": (1,)}.items():
+        monkeypatch.setattr(advising, name, value)
+    monkeypatch.setattr("cloud_server.laboratory.advise.recordings.models_for", lambda *_: (Model("mlp", "mlp"),))
+
+    def engine(asked: Experiment, folder: Path, title: str) -> tuple[list[Path], list[str]]:
+        return simulate.simulate(asked, folder, simulate.Options(jobs=1, device="cpu")), []
+
+    data = of_numbers(tmp_path / "mine.npz")
+    options = Options(data, 60, codecs=("int8",), outputs=(), loss="squared")
+    assert options.methods == ("local", "fedavg-meta", "per-fedavg-fo")
+    found = advising.advise(options, tmp_path / "out", engine, cores=1)
+    scores = [one.score.mean for one in found.advice.ranked]
+    assert scores == sorted(scores)
+    assert all(one.measure == "error" and one.pooled is None and one.error for one in found.advice.ranked)
+    assert found.facts["ridge"] < found.facts["own_mean"]
+    said = "\n".join(sentences(found.advice, found.facts))
+    assert "A device's answers are then off by 0." in said
+    assert "For comparison: ridge regression on the samples of all devices is off by 0." in said
+    assert "MAE in deviations" in said
+    assert "macro-F1" not in said
+    assert "accuracy" not in said
+    shown = table(found.advice, found.facts)
+    assert "each device's mean" in shown
+    assert "accuracy" not in shown
+    json.dumps({**to_json(found.advice), "facts": found.facts}, allow_nan=False)
+    assert found.command is not None
+    assert "--task regression --loss squared" in found.command
+    assert found.fleet_toml is not None
+    task = config.parse(FleetConfig, found.fleet_toml, "fleet.toml").model.task
+    assert isinstance(task, Regression)
+    assert (task.outputs, task.loss) == (("speed", "load"), "squared")
+
+
+def test_an_advice_on_targets_that_never_change_is_refused(tmp_path: Path) -> None:
+    data = of_numbers(tmp_path / "mine.npz")
+    assert recordings(data, outputs=()).remarks == ()
+    assert recordings(data, outputs=("load",)).section["outputs"] == ["load"]
+    with np.load(data) as held:
+        np.savez(tmp_path / "same.npz", **{**held, "y": np.ones((6 * ROWS, 2)) * 3.5})
+    with pytest.raises(DataError, match="targets never change"):
+        recordings(str(tmp_path / "same.npz"), outputs=())
+    with pytest.raises(DataError, match="is a named set, which has classes"):
+        recordings("heartbeat", outputs=())
+
+
+def test_a_model_that_is_no_better_than_the_mean_or_ridge_regression_is_named() -> None:
+    beside = ErrorBaselines(own_mean=0.8, ridge=0.3)
+    assert beside.warnings("a", 0.79, 5, plain=True) == [
+        "a: MAE in deviations 0.790 after 5 rounds, and each device's mean has 0.800",
+        "a: MAE in deviations 0.790 after 5 rounds, and plain ridge regression has 0.300",
+    ]
+    assert beside.warnings("a", 0.5, 5, plain=False) == []
+    assert ErrorBaselines(0.8, None).warnings("a", 0.1, 5, plain=True) == []
 
 
 def test_what_simple_answers_come_to_is_reported_and_who_memorised() -> None:

@@ -1,0 +1,168 @@
+"""Multi-label classification: a sample carries any number of labels at once, or none.
+
+A model answers with a logit for each label, whose sigmoid is the label's probability. A label is answered if its
+probability is ``THRESHOLD`` or more.
+
+Shapes: N samples, K labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet_core.base.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+KIND = "multi-label"
+THRESHOLD = 0.5
+MAX_LABELS = 1000
+MEASURE = "micro-F1"
+"""The F1 of all labels' counts together, which listings show."""
+SUMS = ("both", "answered", "true", "exact")
+"""Names of the counts over samples from which the measures follow (``LabelCounts``)."""
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """outputs: names of the labels."""
+
+    outputs: tuple[str, ...] = field(metadata={"max_length": MAX_LABELS})
+    kind: str = field(default=KIND, metadata={"choices": (KIND,)})
+
+    def __post_init__(self) -> None:
+        names = self.outputs
+        if not names or not all(names) or len(set(names)) != len(names):
+            raise DataError(f"the labels are {list(names)}", expected="one or more names, each once")
+
+    def standardized(self, y_NK: Array) -> Array:
+        """float32 [N, K] of 0 and 1. y_NK: bool or numbers. Raises DataError for another shape or other values."""
+        return checked(y_NK, self.outputs).astype(np.float32)
+
+    def in_units(self, answers_NK: Array) -> Array:
+        """The probabilities float64 [N, K] of a model's logits."""
+        return sigmoid(answers_NK)
+
+    def chosen(self, probabilities_K: Sequence[float]) -> tuple[str, ...]:
+        """The labels that are answered."""
+        return tuple(name for name, p in zip(self.outputs, probabilities_K, strict=True) if p >= THRESHOLD)
+
+    def sums(self, counts: LabelCounts) -> dict[str, tuple[float, ...]]:
+        """``counts`` by name, as they travel and are stored."""
+        return {name: tuple(map(float, getattr(counts, name))) for name in SUMS}
+
+    def counts(self, count: int, sums: Mapping[str, Sequence[float]]) -> LabelCounts:
+        """The inverse of ``sums``, for ``count`` samples. Raises DataError for counts that no samples have."""
+        width = {name: 1 if name == "exact" else len(self.outputs) for name in SUMS}
+        if count < 1 or {name: len(one) for name, one in sums.items()} != width:
+            raise DataError(f"the sums {', '.join(sums)[:80]} over {count} samples",
+                            expected=f"{', '.join(SUMS[:-1])}, each of {len(self.outputs)} numbers, and one exact")
+        arrays = {name: np.asarray(sums[name], np.float64) for name in SUMS}
+        if any((one != np.floor(one)).any() or (one < 0).any() or (one > count).any() for one in arrays.values()):
+            raise DataError("the sums are not counts of samples", expected=f"whole numbers from 0 to {count}")
+        if (arrays["both"] > np.minimum(arrays["answered"], arrays["true"])).any():
+            raise DataError("the sums count more right answers than answers or labels")
+        return LabelCounts(count, **arrays)
+
+    def figures(self, counts: LabelCounts) -> dict[str, dict[str, float]]:
+        """``measures`` of ``counts``."""
+        return measures(self.outputs, counts)
+
+    def text(self, counts: LabelCounts) -> str:
+        """The ``MEASURE`` for people."""
+        return f"{counts.micro_f1:.3f}"
+
+    def distance(self, counts: LabelCounts) -> float:
+        """By which models are compared, lower is better: 1 − micro-F1."""
+        return 1 - counts.micro_f1
+
+
+@dataclass(frozen=True, eq=False)
+class LabelCounts:
+    """Counts over samples from which the measures follow; those of several devices are added. count: samples. true,
+    answered, both: samples that carry each label, for which it is answered, and both, [K]. exact: samples [1] whose
+    answer is right in all labels."""
+
+    count: int
+    both: Array
+    answered: Array
+    true: Array
+    exact: Array
+
+    @classmethod
+    def of(cls, task: MultiLabel, y_NK: Array, probabilities_NK: Array) -> LabelCounts:
+        """The counts of answers to samples with the labels y_NK. Raises DataError for another shape or other values."""
+        true_NK, answered_NK = checked(y_NK, task.outputs) > 0, np.asarray(probabilities_NK) >= THRESHOLD
+        if true_NK.shape != answered_NK.shape:
+            raise DataError(f"{len(answered_NK)} answers to {len(true_NK)} samples", expected="one answer for each")
+        return cls(len(true_NK), (true_NK & answered_NK).sum(0), answered_NK.sum(0), true_NK.sum(0),
+                   (true_NK == answered_NK).all(1).sum(keepdims=True))
+
+    @property
+    def f1(self) -> tuple[float | None, ...]:
+        """2·TP / (2·TP + FP + FN) of each label; None of a label that no sample carries and no answer names."""
+        return tuple(None if not met else float(2 * both / met)
+                     for both, met in zip(self.both, self.answered + self.true, strict=True))
+
+    @property
+    def micro_f1(self) -> float:
+        """The F1 of the summed counts of all labels; 1 if no sample carries a label and no answer names one."""
+        met = float((self.answered + self.true).sum())
+        return float(2 * self.both.sum() / met) if met else 1.0
+
+    @property
+    def macro_f1(self) -> float | None:
+        """The mean of ``f1`` over the labels that have one."""
+        known = [one for one in self.f1 if one is not None]
+        return float(np.mean(known)) if known else None
+
+
+def sigmoid(logits: Array) -> Array:
+    """1 / (1 + e⁻ˣ), float64, without overflow."""
+    return np.asarray(0.5 * (1 + np.tanh(0.5 * np.asarray(logits, np.float64))))
+
+
+def rows(labels: Sequence[str], sets: Sequence[Sequence[str]], probabilities: Sequence[Sequence[float]]) -> (
+    list[tuple[str, str, str]]
+):
+    """Answers for people: the sample's number, its labels, and the probability of each label."""
+    return [
+        (str(n), ", ".join(answered) or "none",
+         " ".join(f"{name} {p:.3f}" for name, p in zip(labels, row, strict=True)))
+        for n, (answered, row) in enumerate(zip(sets, probabilities, strict=True))
+    ]
+
+
+def measures(labels: Sequence[str], counts: LabelCounts) -> dict[str, dict[str, float]]:
+    """``micro_f1``, ``macro_f1`` and ``exact_match`` of ``all`` labels, and ``f1`` by label; what is not defined is
+    left out."""
+    found: dict[str, dict[str, float | None]] = {
+        "micro_f1": {"all": counts.micro_f1}, "macro_f1": {"all": counts.macro_f1},
+        "exact_match": {"all": float(counts.exact[0] / counts.count)},
+        "f1": dict(zip(labels, counts.f1, strict=True)),
+    }
+    known = {name: {key: value for key, value in of.items() if value is not None} for name, of in found.items()}
+    return {name: of for name, of in known.items() if of}
+
+
+def of_sums(labels: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> LabelCounts:
+    """The counts of several devices' ``sums``, one or more, each with its number of samples."""
+    arrays = {name: np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS}
+    return LabelCounts(sum(count for count, _ in rows), **arrays)
+
+
+def checked(y_NK: Array, labels: Sequence[str]) -> Array:
+    """y_NK, bool or numbers, if it has 0 or 1 for each sample and label. Raises DataError."""
+    found = np.asarray(y_NK)
+    if found.ndim != 2 or found.shape[1] != len(labels) or found.dtype.kind not in "biuf":
+        raise DataError(f"the labels are {found.dtype} {list(found.shape)}",
+                        expected=f"[N, {len(labels)}], 0 or 1 for each of {', '.join(labels[:20])}")
+    bad = np.flatnonzero(~((found == 0) | (found == 1)).all(1))
+    if bad.size:
+        raise DataError(f"row {bad[0] + 1} of the labels holds {found[bad[0]].tolist()}",
+                        expected="0 or 1 for each label")
+    return found

@@ -1,0 +1,361 @@
+"""A fleet that detects anomalies: two agents learn from quiet samples without labels, answer and report alarms."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import metafleet
+from cloud_server.identity.create_fleet import create_fleet
+from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
+from cloud_server.records.fleet_settings import FleetConfig
+from cloud_server.reports.html_report import render
+from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
+from cloud_server.results import outcome, result
+from cloud_server.results.evaluations import evaluated
+from edge_agent.commands import device_commands
+from edge_agent.commands.run import figures_of
+from edge_agent.http import metrics
+from edge_agent.http.http_messages import Head, Request
+from edge_agent.http.inference_protocol import InferenceProtocol
+from edge_agent.http.serve import ServedModel
+from edge_agent.inference.device_api import Device
+from edge_agent.inference.service import service_of
+from export.first_model import first
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import schema, trees
+from fleet_core.base.errors import ConfigError, DataError, MessageError
+from fleet_core.board.device_settings import settings_of
+from fleet_core.link.loopback import LoopbackBroker
+from fleet_core.link.mqtt import parse_url
+from fleet_core.model import graph_bundle
+from fleet_core.model.layout import InputSpec
+from fleet_core.protocol.device_messages import Report
+from fleet_core.tasks.anomaly import Anomaly
+from tests.support.brokers import accepts_connections, free_port
+from tests.support.fleet_processes import processes
+from tests.support.inprocess import World
+from tests.support.train_graphs import FP32, packed
+
+NAMES = ("a", "b")
+SPIKE = 4.0
+
+
+def drawn(seed: int, count: int, gain: float = 1.0, spikes: bool = False) -> np.ndarray[Any, Any]:
+    """A sine of 16 readings. gain: of the sensor. spikes: one reading of each sample stands out."""
+    rng = np.random.default_rng(seed)
+    phase = rng.random((count, 1))
+    x = gain * np.sin(2 * np.pi * (2 * np.arange(16) / 16 + phase)) + 0.05 * rng.normal(size=(count, 16))
+    if spikes:
+        x[np.arange(count), rng.integers(0, 16, count)] += SPIKE
+    return x[:, None].astype(np.float32)
+
+
+def write_quiet(path: Path, seed: int, gain: float) -> None:
+    np.savez(path, x=drawn(seed, 100, gain), time=np.arange(100.0))
+
+
+def text(method: str = "fedavg", rounds: int = 4) -> str:
+    return f"""\
+[fleet]
+name = "t"
+method = "{method}"
+rounds = {rounds}
+min_devices = 2
+serve_every = {rounds}
+[model]
+name = "mlp"
+classes = []
+[model.input]
+shape = [1, 16]
+[model.options]
+hidden = [16, 4, 16]
+activation = "elu"
+[model.task]
+kind = "anomaly"
+width = 16
+normal = ["N"]
+share = 0.05
+[hyper]
+local_steps = 40
+client_lr = {0.01 if method == "pfedme" else 1.0}
+"""
+
+
+@functools.cache
+def first_of(method: str, hyper: str, task: Anomaly | None) -> tuple[bytes, bytes]:
+    parameters = schema.read(METHODS[method].hyper, json.loads(hyper))[0]
+    options = {"hidden": [16, 4, 16], "activation": "elu"}
+    return first("mlp", InputSpec((1, 16)), (), options, head=True, seed=0, method=METHODS[method],
+                 hyper=parameters, task=task)
+
+
+def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
+    task = settings.model.task
+    assert isinstance(task, Anomaly)
+    return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), task)
+
+
+def trained(
+    folder: Path, rounds: int = 4, method: str = "fedavg", *, link: str = "",
+    engines: tuple[str, ...] = ("torch", "torch"),
+) -> World:
+    """The fleet after its last round, every model served and evaluated. Agents have a device.toml too."""
+    made = World(folder, create_fleet(folder / "fleet", text(method, rounds) + link, exported, packed),
+                 LoopbackBroker())
+    made.start_server()
+    for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
+        home = folder / "devices" / name
+        home.mkdir(parents=True)
+        write_quiet(home / "samples.npz", number, 1 + number / 5)
+        made.start_agent(name, engine=engine)
+        (home / "device.toml").write_text(
+            f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
+    assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
+    return made
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return trained(tmp_path_factory.mktemp("fleet"))
+
+
+def home(fleet: World, name: str = "a") -> Path:
+    return fleet.folder / "devices" / name
+
+
+def mixed(folder: Path) -> Path:
+    """A file with four quiet samples, then four with a spike."""
+    np.save(folder / "x.npy", np.concatenate([drawn(50, 4), drawn(51, 4, spikes=True)]))
+    return folder / "x.npy"
+
+
+# The fleet ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_has_alarms_and_no_accuracy(fleet: World) -> None:
+    ledger = fleet.server.ledger
+    assert not ledger.rows(Evaluation)
+    assert not ledger.rows(Alone)
+    rows = ledger.rows(TaskEvaluation)
+    assert {(row.device, row.stage) for row in rows} == {(name, "before") for name in NAMES}
+    assert all((row.outputs, row.samples, row.task) == (("score",), 20, "anomaly") for row in rows)
+    found = result.task_score(rows)
+    assert found is not None
+    assert found.measures["alarms"]["quiet"] < 0.3
+    assert "auroc" not in found.measures
+
+
+def test_results_and_listings_show_false_alarms(fleet: World) -> None:
+    data = outcome.of_fleet(fleet.fleet.folder)
+    assert result.validate(json.loads(json.dumps(data))) == []
+    assert data["rounds"][-1]["task"]["measures"].keys() == {"alarms", "score"}
+    parsed = result.parse(data)
+    assert "false alarms " in round_line(parsed.rounds[-1], 4)
+    assert "all, pooled" in closing_table(parsed)
+    assert "false alarms" in render(data, title="t")
+    now = snapshot(fleet.server.ledger)
+    assert all(device.task is not None and device.accuracy is None for device in now.devices)
+    rows = metafleet.Fleet(fleet.fleet.folder).evaluations()
+    assert all({"alarms.quiet", "score.quiet"} <= row.keys() for row in rows)
+    page = metrics.text(figures_of(fleet.agents["a"]))
+    assert 'metafleet_agent_alarms_ratio{stage="before",output="quiet"} ' in page
+
+
+def test_sums_that_no_samples_have_are_refused(fleet: World) -> None:
+    good = fleet.agents["a"].evaluations[0]
+    assert good.sums is not None
+    for sums, samples in (({**good.sums, "quiet": (20.0, 21.0, 1.0, 1.0)}, 20), ({"quiet": (1.0,)}, 20),
+                          (good.sums, 19), (None, 20)):
+        wrong = schema.read(type(good), {**schema.plain(good), "samples": samples, "sums": sums})[0]
+        assert wrong is not None
+        with pytest.raises(MessageError, match="sums"):
+            fleet.server._device_messages.on_report("a", Report(4, evaluated_round=4, evaluations=(wrong,)))
+
+
+def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path) -> None:
+    torch, mixed = (trained(tmp_path / engines[1], 2, link=FP32, engines=engines)
+                    for engines in (("torch", "torch"), ("torch", "onnx")))
+    assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
+    served = [one.server.checkpoint.state.served for one in (torch, mixed)]
+    assert trees.norm(trees.subtract(*served)) <= 1e-5 * trees.norm(served[0])
+
+
+@pytest.mark.parametrize("method", ["fedavg-meta", "pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])
+@pytest.mark.slow
+def test_methods_without_classes_serve_a_fleet_that_detects_anomalies(tmp_path: Path, method: str) -> None:
+    fleet = trained(tmp_path, 2, method)
+    assert fleet.closed() == 2
+    assert Device(home(fleet)).predict(drawn(3, 1)[0]).alarm is not None
+
+
+# A device -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_tells_spikes_from_quiet_samples(fleet: World, capsys: pytest.CaptureFixture[str],
+                                                  tmp_path: Path) -> None:
+    device_commands.predict(mixed(tmp_path), home(fleet), as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    scores = [row[0] for row in shown["values"]]
+    assert shown["alarms"][4:] == [True] * 4
+    assert shown["alarms"] == [score > shown["threshold"] for score in scores]
+    assert max(scores[:4]) < min(scores[4:])
+    device_commands.predict(tmp_path / "x.npy", home(fleet), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["sample", "score", "threshold", "alarm"]
+    assert all(line.split()[-1] == "ALARM" for line in lines[-4:])
+    answer = Device(home(fleet)).predict(drawn(52, 1, spikes=True)[0])
+    assert answer.alarm is True
+    assert answer.threshold == pytest.approx(shown["threshold"])
+    assert answer.values["score"] > shown["threshold"]
+
+
+def test_each_device_has_a_threshold_of_its_own(fleet: World) -> None:
+    limits = [Device(home(fleet, name)).predict(drawn(1, 1)[0]).threshold for name in NAMES]
+    assert limits[0] != limits[1]
+
+
+def test_http_answers_with_score_and_alarm(tmp_path: Path) -> None:
+    fleet = trained(tmp_path)
+    service = service_of(home(fleet), settings_of(home(fleet)))
+    service.restore()
+    protocol = InferenceProtocol(ServedModel("t", service))
+
+    def asked(path: str, x: np.ndarray[Any, Any] | None = None, label: str = "") -> Any:
+        inputs = [] if x is None else [{"name": "x", "datatype": "FP32", "shape": list(x.shape),
+                                        "data": x.ravel().tolist()}]
+        inputs += [{"name": "label", "datatype": "BYTES", "shape": [1], "data": [label]}] if label else []
+        method, body = ("POST", json.dumps({"inputs": inputs}).encode()) if inputs else ("GET", b"")
+        response = protocol.answer(Request(Head(method, f"/v2/models/t{path}", {}), body))
+        return response.status, json.loads(response.body)
+
+    _, about = asked("")
+    assert [(one["name"], one["datatype"], one["shape"]) for one in about["outputs"]] == [
+        ("score", "FP32", [-1]), ("alarm", "BOOL", [-1])]
+    status, found = asked("/infer", drawn(51, 3, spikes=True))
+    assert status == 200
+    score, alarm = found["outputs"]
+    assert alarm["data"] == [True] * 3
+    assert min(score["data"]) > found["parameters"]["threshold"]
+    assert asked("/samples", drawn(60, 1), "quiet")[1]["added"] == 1
+    status, refused = asked("/samples", drawn(60, 1), "N")
+    assert status == 400
+    assert "expected quiet or anomaly" in refused["error"]
+
+
+def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = trained(tmp_path)
+    np.save(tmp_path / "x.npy", drawn(70, 5))
+    device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False)
+    assert "5 samples of quiet added, 5 added by now" in capsys.readouterr().out
+    np.save(tmp_path / "spikes.npy", drawn(71, 3, spikes=True))
+    device_commands.add(tmp_path / "spikes.npy", "anomaly", home(fleet), new_class=False)
+    capsys.readouterr()
+    device_commands.list_samples(home(fleet), as_json=True)
+    assert json.loads(capsys.readouterr().out) == [
+        {"class": "quiet", "recorded": 60, "held_back": 40, "added": 5},
+        {"class": "anomaly", "recorded": 0, "held_back": 0, "added": 3},
+    ]
+    local = service_of(home(fleet), settings_of(home(fleet)))
+    local.known_classes()
+    assert len(local.local().every()) == 65
+    device_commands.drop(home(fleet), 4)
+    assert local.local().added() == 4
+    with pytest.raises(ConfigError, match="this fleet detects anomalies; expected quiet or anomaly"):
+        device_commands.add(tmp_path / "x.npy", "N", home(fleet), new_class=False)
+    with pytest.raises(ConfigError, match="a number, and this fleet detects anomalies"):
+        Device(home(fleet)).add(drawn(1, 1)[0], 1.5)
+    Device(home(fleet)).add(drawn(1, 1)[0], "quiet")
+
+
+def test_labelled_anomalies_give_auroc(tmp_path: Path) -> None:
+    fleet = trained(tmp_path)
+    x = np.concatenate([drawn(0, 90), drawn(5, 10, spikes=True)])
+    np.savez(home(fleet) / "samples.npz", x=x, y=np.array(["N"] * 90 + ["spike"] * 10), time=np.arange(100.0))
+    found = fleet.agents["a"].service.held_back()
+    assert found is not None
+    assert found.figures["auroc"]["all"] > 0.95
+    assert found.figures["alarms"]["anomaly"] > 0.5
+    assert found.text.endswith(f"AUROC {found.figures['auroc']['all']:.3f}")
+
+
+def test_without_quiet_samples_nothing_is_learned_and_without_held_back_ones_there_is_no_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = trained(tmp_path)
+    path = home(fleet) / "samples.npz"
+    np.savez(path, x=drawn(0, 10), y=np.array(["A"] * 10))
+    service = service_of(home(fleet), settings_of(home(fleet)))
+    service.restore()
+    with pytest.raises(DataError, match="there are no quiet samples to learn from"):
+        service.local().own()
+    path.unlink()
+    device_commands.predict(mixed(tmp_path), home(fleet), as_json=False)
+    shown = capsys.readouterr()
+    assert shown.out.split("\n")[0].split() == ["sample", "score"]
+    assert "no quiet sample is held back" in shown.err
+
+
+def test_a_ridge_head_personalizes_and_what_compares_classes_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = trained(tmp_path)
+    device_commands.personalize(home(fleet), True, "head", None, None)
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["personalization"], facts["samples"]) == ("head", 60)
+    assert facts["held_back"]["score"]["quiet"] < facts["held_back"]["before"]["score"]["quiet"]
+    service = service_of(home(fleet), settings_of(home(fleet)))
+    service.restore()
+    assert service.personalization == "head"
+    assert service.answers(drawn(8, 2, spikes=True)).alarms == (True, True)
+    for by in ("proto", "knn", "auto"):
+        with pytest.raises(ConfigError, match=rf"cannot personalize by {by}: it compares classes"):
+            device_commands.personalize(home(fleet), True, by, None, None)
+
+
+def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: Path) -> None:
+    fleet = trained(tmp_path, method="fedavg-meta")
+    device_commands.personalize(home(fleet), True, "adapt", 20, 0.5)
+    service = service_of(home(fleet), settings_of(home(fleet)))
+    service.restore()
+    assert service.personalization == "sgd"
+    assert service.answers(drawn(8, 2, spikes=True)).alarms == (True, True)
+
+
+def test_the_bundle_holds_the_task(fleet: World) -> None:
+    graph = graph_bundle.unpack(fleet.fleet.graph_bytes())
+    assert graph.layout.task == fleet.fleet.config.model.task
+    assert graph.golden["predict"].shape[1] == 16
+
+
+@pytest.mark.slow
+def test_two_agents_raise_alarms_after_learning_over_the_embedded_broker(tmp_path: Path) -> None:
+    made = create_fleet(tmp_path / "fleet", text(rounds=3), exported)
+    for number in range(2):
+        device = tmp_path / f"d{number}"
+        write_device_folder(made, device.name, device, "mqtt://127.0.0.1:1883")
+        write_quiet(device / "samples.npz", number, 1 + number / 5)
+    with processes(tmp_path, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
+        running.start("server")
+        running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
+        running.start(*running.devices())
+
+        def all_evaluated() -> bool:
+            with Ledger(made.ledger_path, create=False) as ledger:
+                return evaluated(ledger, 3) == {"d0", "d1"}
+
+        running.until(all_evaluated, "the evaluations of the last model")
+    assert outcome.of_fleet(made.folder)["rounds"][-1]["task"]["samples"] == 40
+    for number in range(2):
+        answering = Device(tmp_path / f"d{number}")
+        assert all(answering.predict(x).alarm for x in drawn(80, 5, 1 + number / 5, spikes=True))
+        assert not all(answering.predict(x).alarm for x in drawn(81, 5, 1 + number / 5))

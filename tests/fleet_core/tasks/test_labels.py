@@ -1,0 +1,100 @@
+"""fleet_core.tasks.labels: labels as 0 and 1, and measures of counts that are added over devices."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fleet_core.base import schema
+from fleet_core.base.errors import BundleError, DataError
+from fleet_core.model.layout import Layout
+from fleet_core.tasks import labels
+from fleet_core.tasks.labels import LabelCounts, MultiLabel, sigmoid
+from fleet_core.tasks.task import measured, measures_of, of_sums, text_of, whole_text
+
+RNG = np.random.default_rng(4)
+TASK = MultiLabel(("speech", "music", "rain"))
+Y = RNG.random((50, 3)) < (0.6, 0.3, 0.1)
+P = np.clip(Y + RNG.normal(0, 0.45, Y.shape), 0, 1)
+
+
+def test_measures_are_those_of_their_definitions() -> None:
+    found = LabelCounts.of(TASK, Y, P)
+    answered = P >= 0.5
+    for k, f1 in enumerate(found.f1):
+        right = int((Y[:, k] & answered[:, k]).sum())
+        precision, recall = right / answered[:, k].sum(), right / Y[:, k].sum()
+        assert f1 == pytest.approx(2 * precision * recall / (precision + recall))
+    wrong = int((answered != Y).sum())
+    right = int((Y & answered).sum())
+    assert found.micro_f1 == pytest.approx(2 * right / (2 * right + wrong))
+    assert found.macro_f1 == pytest.approx(np.mean([f1 for f1 in found.f1 if f1 is not None]))
+    all_right = [(true == answer).all() for true, answer in zip(Y, answered, strict=True)]
+    assert found.exact[0] / found.count == pytest.approx(np.mean(all_right))
+
+
+def test_counts_of_devices_are_added_to_those_of_all_samples() -> None:
+    whole, parts = measured(TASK, Y, P), [measured(TASK, Y[:20], P[:20]), measured(TASK, Y[20:], P[20:])]
+    samples, figures = measures_of(TASK.kind, TASK.outputs, [(one.samples, one.sums) for one in parts])
+    assert samples == 50
+    assert figures == whole.figures
+
+
+def test_counts_travel_as_json_and_come_back() -> None:
+    whole = measured(TASK, Y, P)
+    sent = json.loads(json.dumps(whole.sums))
+    assert of_sums(TASK, whole.samples, sent).figures == whole.figures
+
+
+def test_a_label_that_nobody_met_has_no_f1_and_silence_where_there_is_none_is_right() -> None:
+    none = np.zeros((4, 3))
+    found = measured(TASK, none, none)
+    assert found.figures == {"micro_f1": {"all": 1.0}, "exact_match": {"all": 1.0}}
+    assert found.distance == 0.0
+    one = np.array([[1, 0, 0.0]])
+    assert measured(TASK, one, one).figures["f1"] == {"speech": 1.0}
+    assert measured(TASK, one, none[:1]).figures["f1"] == {"speech": 0.0}
+
+
+def test_figures_are_said_in_words() -> None:
+    figures = measured(TASK, Y, Y).figures
+    assert text_of(TASK.kind, figures) == "1.000"
+    assert whole_text(TASK.kind, figures) == ("micro-F1 1.000, macro-F1 1.000, exact match 1.000; F1 speech 1.000, "
+                                              "music 1.000, rain 1.000")
+
+
+@pytest.mark.parametrize(("y", "message"), [
+    (np.zeros(3), r"the labels are float64 \[3\]"), (np.zeros((3, 2)), r"\[3, 2\]; expected \[N, 3\], 0 or 1 for each"),
+    (np.array([[0, 1, 0], [0, 2, 0]]), r"row 2 of the labels holds \[0, 2, 0\]"),
+    (np.array([[np.nan, 1, 0]]), "row 1 of the labels"), (np.array([["speech", "", ""]]), "the labels are <U6"),
+])
+def test_other_labels_than_0_and_1_are_refused(y: np.ndarray, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        TASK.standardized(y)
+
+
+@pytest.mark.parametrize("names", [(), ("a", "a"), ("a", "")])
+def test_labels_have_names_each_once(names: tuple[str, ...]) -> None:
+    with pytest.raises(DataError, match="the labels are"):
+        MultiLabel(names)
+
+
+def test_logits_of_any_size_become_probabilities() -> None:
+    np.testing.assert_allclose(sigmoid(np.array([-1e5, -2.0, 0.0, 2.0, 1e5])),
+                               [0, 1 / (1 + np.exp(2)), 0.5, 1 / (1 + np.exp(-2)), 1])
+    assert TASK.chosen([0.5, 0.49, 0.9]) == ("speech", "rain")
+    assert labels.rows(TASK.outputs, [(), ("rain",)], [[0.1, 0.2, 0.3], [0, 0, 1]])[0] == (
+        "0", "none", "speech 0.100 music 0.200 rain 0.300")
+
+
+def test_a_layout_with_labels_is_read_again_and_an_unknown_task_is_refused() -> None:
+    text = json.dumps({"model": "mlp", "input": {"shape": [4]}, "classes": [], "embedding": 2, "tensors": [],
+                       "task": schema.plain(TASK)})
+    layout = Layout.from_json(text)
+    assert layout.task == TASK
+    assert layout.answers == TASK.outputs
+    np.testing.assert_array_equal(layout.truths(Y), Y.astype(np.float32))
+    with pytest.raises(BundleError, match=r"task.kind: unknown value 'rank', expected one of anomaly, multi"):
+        Layout.from_json(text.replace('"multi-label"', '"rank"'))
