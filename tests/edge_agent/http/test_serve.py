@@ -115,7 +115,8 @@ def same(result: triton.InferResult, answer: Answer) -> None:
     np.testing.assert_array_equal(result.as_numpy("probabilities"), wanted)
     labels = [label.decode() if isinstance(label, bytes) else label for label in result.as_numpy("label")]
     assert labels == list(answer.labels)
-    facts = result.get_response()["parameters"]
+    facts = dict(result.get_response()["parameters"])
+    assert 0 <= facts.pop("calibration_error", 0) <= 1, "over HTTP alone"
     assert facts == {"round": answer.round, "model": answer.model, "personalization": answer.personalization,
                      "graph": answer.graph}
 
