@@ -30,15 +30,8 @@ SLOW_S = 600.0
 
 
 def play(world: Scene, notes: Notes) -> None:
-    world.found(rounds=1)
-    world.flash(BOARD_KIND, tables=SERVES)
-    world.desk()
-    world.passed("flashed; first start")
-    world.first_boot()
-    world.boot()
-    proof.is_on(world)
-    notes.facts["systemd"] = world.on_board("systemctl --version").split()[1]
-    first, before = current(world), proof.identity(world)
+    before = device(world, notes)
+    first = current(world)
     _update(world, notes, first)
     _restart(world, notes, before)
     good = current(world)
@@ -48,6 +41,19 @@ def play(world: Scene, notes: Notes) -> None:
     notes.same("after all of it the identity is the same", proof.identity(world), before)
     notes.holds("it enrolled once", proof.certificates(world) == 1)
     proof.switched_off(world, notes, cut=True)
+
+
+def device(world: Scene, notes: Notes) -> dict[str, str]:
+    """A board that is flashed, enrolled and on; returns its identity."""
+    world.found(rounds=1)
+    world.flash(BOARD_KIND, tables=SERVES)
+    world.desk()
+    world.passed("flashed; first start")
+    world.first_boot()
+    world.boot()
+    proof.is_on(world)
+    notes.facts["systemd"] = world.on_board("systemctl --version").split()[1]
+    return proof.identity(world)
 
 
 def _update(world: Scene, notes: Notes, first: str) -> None:
@@ -115,9 +121,10 @@ def _is_back(world: Scene, notes: Notes, good: str, what: str, why: str) -> None
 
 def _armed(world: Scene) -> None:
     """Leaves a broken version running unconfirmed: the command that installed it is killed with its connection."""
-    command = _command(world, SHORT_S)
-    process = subprocess.Popen(command, env=environ(world.folder / "broken"), cwd=world.folder, start_new_session=True,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [str(scene.BIN / "metafleet"), *_arguments(world, SHORT_S)]
+    process = subprocess.Popen(command, env=scene.clean(world.folder / "broken"), cwd=world.folder,
+                               start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
     try:
         world.until(lambda: current(world).startswith(f"{BROKEN}-"), SLOW_S)
     finally:
@@ -176,23 +183,15 @@ def checkout(folder: Path, version: str, *, broken: bool = False) -> Path:
 
 def _flash(world: Scene, source: Path, patience_s: int) -> str:
     """The output of the command of the checkout ``source``. Raises AssertionError if it fails."""
-    done = subprocess.run(_command(world, patience_s), capture_output=True, text=True, cwd=world.folder,
-                          stdin=subprocess.DEVNULL, env=environ(source))  # fmt: skip
-    if done.returncode:
-        raise AssertionError(f"flash: {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout
+    return world.metafleet(*_arguments(world, patience_s), source=source)
 
 
-def _command(world: Scene, patience_s: int) -> list[str]:
+def _arguments(world: Scene, patience_s: int) -> list[str]:
     config = world.folder / "ssh_config"
     config.write_text(f"IdentityFile {world.key()}\nUserKnownHostsFile {world.folder}/known_hosts\n")
     device = world.device_file(BOARD_KIND, tables=SERVES)
-    return [str(scene.BIN / "metafleet"), "flash", str(device), "--to", f"ssh://me@127.0.0.1:{world.ssh_port}",
-            "--ssh-config", str(config), "--accept-host-key", world.host_key(), "--patience-s", str(patience_s)]
-
-
-def environ(source: Path) -> dict[str, str]:
-    return {**scene.clean(), "PYTHONPATH": str(source)}
+    return ["flash", str(device), "--to", f"ssh://me@127.0.0.1:{world.ssh_port}", "--ssh-config", str(config),
+            "--accept-host-key", world.host_key(), "--patience-s", str(patience_s)]
 
 
 PROOF = Proof("over-ssh", "Flashed over SSH with a real systemd: an update comes, a broken one goes by itself", play)

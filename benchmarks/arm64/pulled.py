@@ -27,27 +27,14 @@ MODULES = "/usr/share/mender/modules/v3"
 
 
 def pulled(world: Scene, notes: Notes) -> None:
-    before = _device(world, notes)
+    before = over_ssh.device(world, notes)
+    notes.same("systemd watches for a program", asked(world, "systemctl is-active metafleet-update.path"), "active")
     _cut_while_fetching(world, notes, before)
     _goes_back(world, notes)
     _cut_before_it_is_final(world, notes)
     notes.same("after all of it the identity is the same", proof.identity(world), before)
     notes.holds("it enrolled once", proof.certificates(world) == 1)
     proof.switched_off(world, notes, cut=True)
-
-
-def _device(world: Scene, notes: Notes) -> dict[str, str]:
-    """A board that is flashed, enrolled and on; returns its identity."""
-    world.found(rounds=1)
-    world.flash(BOARD_KIND, tables=SERVES)
-    world.desk()
-    world.passed("flashed; first start")
-    world.first_boot()
-    world.boot()
-    proof.is_on(world)
-    notes.facts["systemd"] = world.on_board("systemctl --version").split()[1]
-    notes.same("systemd watches for a program", asked(world, "systemctl is-active metafleet-update.path"), "active")
-    return proof.identity(world)
 
 
 def _cut_while_fetching(world: Scene, notes: Notes, before: dict[str, str]) -> None:
@@ -95,7 +82,7 @@ def _cut_before_it_is_final(world: Scene, notes: Notes) -> None:
 
 def _start(world: Scene, source: Path) -> None:
     """Announces the program of the checkout ``source``."""
-    _metafleet(world, source, "updates", "start", str(world.fleet), str(_device_file(world)), "--device", scene.BOARD)
+    world.metafleet("updates", "start", str(world.fleet), _device_file(world), "--device", scene.BOARD, source=source)
     world.passed(f"announced: {source.name}")
 
 
@@ -127,7 +114,7 @@ def _fetched_kib(world: Scene) -> int:
 
 
 def mender(world: Scene, notes: Notes) -> None:
-    before = _device(world, notes)
+    before = over_ssh.device(world, notes)
     notes.facts["mender"] = world.on_board("mender --version").split()[0]
     world.on_board(f"sudo mkdir -p {MODULES} /data/mender")  # to which Debian links /var/lib/mender
     world.on_board(f"sudo ln -s /opt/metafleet/current/bin/mender {MODULES}/metafleet-agent")
@@ -169,7 +156,7 @@ def _rolls_back(world: Scene, notes: Notes, good: str) -> None:
 def _install(world: Scene, source: Path, *, works: bool) -> None:
     """Makes the artifact of docs/update.md from the checkout ``source``, and has Mender install it."""
     package = world.folder / f"package-{source.name}"
-    _metafleet(world, source, "updates", "save", str(world.fleet), str(_device_file(world)), str(package))
+    world.metafleet("updates", "save", str(world.fleet), _device_file(world), str(package), source=source)
     artifact = package.with_suffix(".mender")
     files = [part for path in sorted(package.iterdir()) for part in ("-f", str(path))]
     subprocess.run(["mender-artifact", "write", "module-image", "-T", "metafleet-agent", "-n", source.name, "-t",
@@ -189,19 +176,8 @@ def _install(world: Scene, source: Path, *, works: bool) -> None:
         world.passed("Mender has installed it")
 
 
-# The operator ---------------------------------------------------------------------------------------------------------
-
-
-def _device_file(world: Scene) -> Path:
-    return world.device_file(BOARD_KIND, tables=SERVES)
-
-
-def _metafleet(world: Scene, source: Path, *arguments: str) -> None:
-    """Runs the operator's command of the checkout ``source``. Raises AssertionError if it fails."""
-    done = subprocess.run([str(scene.BIN / "metafleet"), *arguments], capture_output=True, text=True, cwd=world.folder,
-                          stdin=subprocess.DEVNULL, env=over_ssh.environ(source))  # fmt: skip
-    if done.returncode:
-        raise AssertionError(f"metafleet {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}")
+def _device_file(world: Scene) -> str:
+    return str(world.device_file(BOARD_KIND, tables=SERVES))
 
 
 PULLED = Proof("pulled", "Fetched by the board with a real systemd: an update comes through a power cut, a broken one "

@@ -232,10 +232,10 @@ class Scene:
 
     # Processes --------------------------------------------------------------------------------------------------------
 
-    def metafleet(self, *arguments: str) -> str:
-        """The command's output. Raises AssertionError if it fails."""
+    def metafleet(self, *arguments: str, source: Path | None = None) -> str:
+        """The command's output. source: the checkout to run; default: this one. Raises AssertionError if it fails."""
         done = subprocess.run([str(BIN / "metafleet"), *arguments], capture_output=True, text=True, cwd=self.folder,
-                              stdin=subprocess.DEVNULL, env=clean())  # fmt: skip
+                              stdin=subprocess.DEVNULL, env=clean(source))  # fmt: skip
         if done.returncode:
             raise AssertionError(f"metafleet {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
@@ -280,9 +280,11 @@ def _set(text: str, table: str, line: str) -> str:
     return "\n".join([*kept[:at], line, *kept[at:]]) + "\n"
 
 
-def clean() -> dict[str, str]:
-    """This environment without variables that change the commands' defaults."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
+def clean(source: Path | None = None) -> dict[str, str]:
+    """This environment without variables that change the commands' defaults. source: the checkout whose modules are
+    run; default: this one."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("METAFLEET_")}
+    return found if source is None else {**found, "PYTHONPATH": str(source)}
 
 
 def which(program: str) -> str:

@@ -5,7 +5,7 @@ normal ones (N) only; of the rest the earlier half of the normal beats gives the
 other beats are judged, as a device of a fleet does. 11 patients chose the way (``validation``), with a fleet of their
 own; the other 11 are reported (``judged``).
 
-    METAFLEET_SHARED=FOLDER python benchmarks/tasks/anomalies.py validation|judged [--rounds 40] [--seeds 3]
+    METAFLEET_SHARED=FOLDER python -m benchmarks.tasks.anomalies validation|judged [--rounds 40] [--seeds 3]
 
 Writes anomalies.json after each seed, and the tables in ANOMALIES.md, beside this file.
 """
@@ -24,9 +24,8 @@ import torch
 
 from benchmarks import markdown
 from benchmarks.heartbeat.build import read_source
+from benchmarks.tasks.run import fedavg
 from cloud_server.choices.first_settings import REPEATING, REPEATING_OPTIONS, REPEATING_RATES
-from fleet_core.algorithms import aggregation
-from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage, trees
 from fleet_core.data.heartbeat import expand
@@ -76,19 +75,7 @@ def trained(those: Sequence[Patient], rounds: int, seed: int) -> tuple[Any, Any,
     spec = standardized(np.concatenate([one.own for one in those]))
     task = Anomaly(int(np.prod(spec.shape)))
     layout = models.describe(REPEATING, spec, (), REPEATING_OPTIONS, task)
-    method, model = METHODS["fedavg"], models.build(layout)
-    hyper = method.hyper(**HYPER)
-    state = method.server.init(trees.widened(models.initial(layout, seed)), hyper)
-    for number in range(1, rounds + 1):
-        sent = method.server.broadcast(state)
-        down = Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups), {"round": number, "seed": seed})
-        updates = {}
-        for i, one in enumerate(those):
-            y, rng = task.targets(len(one.own)), np.random.default_rng([seed, number, i])
-            result = local_training.train_round(method, model, layout, down, {}, one.own, y, hyper, rng)
-            updates[str(i)] = Update(str(i), result.update, result.samples)
-        state = method.server.apply(state, [updates[i] for i in aggregation.order(updates)], len(those), hyper)
-    return layout, model, hyper, trees.apply(lambda a: a.astype(np.float32), state.served)
+    return fedavg(layout, [(one.own, task.targets(len(one.own))) for one in those], rounds, HYPER, seed)
 
 
 def of_fleet(those: Sequence[Patient], rounds: int, seed: int) -> dict[str, Way]:
@@ -140,7 +127,7 @@ def flat(x: Array) -> Array:
 
 def spectrum(x: Array) -> Array:
     """The logarithm of each channel's amplitudes."""
-    return np.log(np.abs(np.fft.rfft(x, axis=2)) + 1e-3).reshape(len(x), -1)[:, :]
+    return np.log(np.abs(np.fft.rfft(x, axis=2)) + 1e-3).reshape(len(x), -1)
 
 
 def mahalanobis(own: Array, features: Callable[[Array], Array]) -> Scores:

@@ -9,7 +9,7 @@ and were not tuned.
 
     METAFLEET_SHARED=FOLDER python -m benchmarks.tasks.labels [--rounds 60]
 
-Writes labels.json beside this file, and prints its table. No run of it is recorded yet.
+Writes labels.json and the table in LABELS.md, beside this file.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from fleet_core.personalization.linear_head import LabelHead
 from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.task import measured, measures_of
 
+RESULT, PAGE = HERE / "labels.json", HERE / "LABELS.md"
 FILE = "spoken-digits-4speakers.npz"
 DIGITS = tuple("0123456789")
 TAKES = (range(5, 32), range(32, 50))
@@ -118,13 +119,13 @@ def scored(task: MultiLabel, answers: Answers, those: Sequence[tuple[Part, Part]
             "exact_match": figures["exact_match"]["all"], "speakers": len(those), "windows": samples}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     head = ("answers", "micro-F1, those that train", "macro-F1", "exact match", "micro-F1, new speaker", "exact match")
-    return markdown.table(head, [
+    return {"digits": markdown.table(head, [
         (one["answers"], *(f"{one['train'][key]:.3f}" for key in ("micro_f1", "macro_f1", "exact_match")),
          *(f"{one['new'][key]:.3f}" for key in ("micro_f1", "exact_match")))
         for one in rows
-    ])
+    ])}
 
 
 def main() -> None:
@@ -138,8 +139,8 @@ def main() -> None:
     rows = [{"answers": name, "train": scored(task, one, train), "new": scored(task, one, new)}
             for name, one in known.items()]
     result = {"rounds": rounds, "hyper": HYPER, "seed": SEED, "rows": rows}
-    storage.write_atomic(HERE / "labels.json", (json.dumps(result, indent=1) + "\n").encode())
-    print(table(rows))
+    storage.write_atomic(RESULT, (json.dumps(result, indent=1) + "\n").encode())
+    storage.write_atomic(PAGE, markdown.filled(PAGE.read_text(encoding="utf-8"), tables(rows)).encode())
 
 
 if __name__ == "__main__":

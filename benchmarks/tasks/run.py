@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,19 @@ def trained(train: Sequence[Part], rounds: int) -> tuple[Any, Any, Any, trees.Pa
     return fedavg(models.describe("cnn1d", spec, (), {}, task), train, rounds)
 
 
-def fedavg(layout: Layout, train: Sequence[Part], rounds: int) -> tuple[Any, Any, Any, trees.Params]:
+def fedavg(
+    layout: Layout, train: Sequence[Part], rounds: int, settings: Mapping[str, Any] = HYPER, seed: int = SEED
+) -> tuple[Any, Any, Any, trees.Params]:
     """(layout, model, hyper-parameters, weights) after FedAvg over all of ``train`` in every round."""
     method, model = METHODS["fedavg"], models.build(layout)
-    hyper = method.hyper(**HYPER)
-    state = method.server.init(trees.widened(models.initial(layout, SEED)), hyper)
+    hyper = method.hyper(**settings)
+    state = method.server.init(trees.widened(models.initial(layout, seed)), hyper)
     for number in range(1, rounds + 1):
         sent = method.server.broadcast(state)
-        down = Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups), {"round": number, "seed": SEED})
+        down = Payload(trees.apply(lambda a: a.astype(np.float32), sent.groups), {"round": number, "seed": seed})
         updates = {}
         for i, (x, y) in enumerate(train):
-            rng = np.random.default_rng([SEED, number, i])
+            rng = np.random.default_rng([seed, number, i])
             result = local_training.train_round(method, model, layout, down, {}, x, y, hyper, rng)
             updates[str(i)] = Update(str(i), result.update, result.samples)
         state = method.server.apply(state, [updates[i] for i in aggregation.order(updates)], len(train), hyper)

@@ -1,10 +1,19 @@
-"""benchmarks/tasks/labels.py: its windows hold what their labels say, and what is measured on was not learned from."""
+"""benchmarks/tasks/labels.py: its page has the figures of its result; its windows hold what their labels say, and what
+is measured on was not learned from."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
+from benchmarks import markdown
 from benchmarks.tasks import labels
+
+
+def test_the_page_has_the_figures_of_the_result() -> None:
+    page, rows = labels.PAGE.read_text(encoding="utf-8"), json.loads(labels.RESULT.read_text(encoding="utf-8"))["rows"]
+    assert markdown.filled(page, labels.tables(rows)) == page
 
 
 def test_a_window_is_the_sum_of_recordings_of_its_digits() -> None:

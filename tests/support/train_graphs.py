@@ -51,10 +51,6 @@ def _embedding(layout: str) -> Any:
     return export_graph(Layout.from_json(layout))
 
 
-FP32 = '[link]\nup = "fp32"\ndown = "fp32"\n'
-"""For fleets that are compared: no codec makes a rounding larger."""
-
-
 def opened(graph: TrainGraph) -> Opened:
     def embed(params: Params, x: Any) -> Any:
         return open_kind(_embedding(graph.layout.to_json()), "embed", params).run(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,10 @@ import numpy as np
 import pytest
 
 import metafleet
-from cloud_server.identity.create_fleet import create_fleet
-from cloud_server.identity.device_folder import write_device_folder
-from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
-from cloud_server.records.fleet_settings import FleetConfig
+from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
-from cloud_server.results.evaluations import evaluated
 from edge_agent.commands import device_commands
 from edge_agent.commands.run import figures_of
 from edge_agent.http import metrics
@@ -28,23 +22,14 @@ from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
-from export.first_model import first
-from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base import schema, trees
+from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import settings_of
-from fleet_core.link.loopback import LoopbackBroker
-from fleet_core.link.mqtt import parse_url
 from fleet_core.model import graph_bundle
-from fleet_core.model.layout import InputSpec
 from fleet_core.protocol.device_messages import Report
-from fleet_core.tasks.anomaly import Anomaly
-from tests.support.brokers import accepts_connections, free_port
-from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
-from tests.support.train_graphs import FP32, packed
+from tests.support.task_fleets import NAMES, TaskFleet, home
 
-NAMES = ("a", "b")
 SPIKE = 4.0
 
 
@@ -62,73 +47,15 @@ def write_quiet(path: Path, seed: int, gain: float) -> None:
     np.savez(path, x=drawn(seed, 100, gain), time=np.arange(100.0))
 
 
-def text(method: str = "fedavg", rounds: int = 4) -> str:
-    return f"""\
-[fleet]
-name = "t"
-method = "{method}"
-rounds = {rounds}
-min_devices = 2
-serve_every = {rounds}
-[model]
-name = "mlp"
-classes = []
-[model.input]
-shape = [1, 16]
-[model.options]
-hidden = [16, 4, 16]
-activation = "elu"
-[model.task]
-kind = "anomaly"
-width = 16
-normal = ["N"]
-share = 0.05
-[hyper]
-local_steps = 40
-client_lr = {0.01 if method == "pfedme" else 1.0}
-"""
-
-
-@functools.cache
-def first_of(method: str, hyper: str, task: Anomaly | None) -> tuple[bytes, bytes]:
-    parameters = schema.read(METHODS[method].hyper, json.loads(hyper))[0]
-    options = {"hidden": [16, 4, 16], "activation": "elu"}
-    return first("mlp", InputSpec((1, 16)), (), options, head=True, seed=0, method=METHODS[method],
-                 hyper=parameters, task=task)
-
-
-def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
-    task = settings.model.task
-    assert isinstance(task, Anomaly)
-    return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), task)
-
-
-def trained(
-    folder: Path, rounds: int = 4, method: str = "fedavg", *, link: str = "",
-    engines: tuple[str, ...] = ("torch", "torch"),
-) -> World:
-    """The fleet after its last round, every model served and evaluated. Agents have a device.toml too."""
-    made = World(folder, create_fleet(folder / "fleet", text(method, rounds) + link, exported, packed),
-                 LoopbackBroker())
-    made.start_server()
-    for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
-        home = folder / "devices" / name
-        home.mkdir(parents=True)
-        write_quiet(home / "samples.npz", number, 1 + number / 5)
-        made.start_agent(name, engine=engine)
-        (home / "device.toml").write_text(
-            f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
-    assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
-    return made
+QUIET = TaskFleet(
+    'kind = "anomaly"\nwidth = 16\nnormal = ["N"]\nshare = 0.05', write_quiet, "local_steps = 40\nclient_lr = 1.0",
+    'hidden = [16, 4, 16], activation = "elu"', "fedavg", 4,
+)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return trained(tmp_path_factory.mktemp("fleet"))
-
-
-def home(fleet: World, name: str = "a") -> Path:
-    return fleet.folder / "devices" / name
+    return QUIET.trained(tmp_path_factory.mktemp("fleet"))
 
 
 def mixed(folder: Path) -> Path:
@@ -181,17 +108,13 @@ def test_sums_that_no_samples_have_are_refused(fleet: World) -> None:
 
 
 def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path) -> None:
-    torch, mixed = (trained(tmp_path / engines[1], 2, link=FP32, engines=engines)
-                    for engines in (("torch", "torch"), ("torch", "onnx")))
-    assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
-    served = [one.server.checkpoint.state.served for one in (torch, mixed)]
-    assert trees.norm(trees.subtract(*served)) <= 1e-5 * trees.norm(served[0])
+    QUIET.half_without_torch(tmp_path, rounds=2)
 
 
 @pytest.mark.parametrize("method", ["fedavg-meta", "pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])
 @pytest.mark.slow
 def test_methods_without_classes_serve_a_fleet_that_detects_anomalies(tmp_path: Path, method: str) -> None:
-    fleet = trained(tmp_path, 2, method)
+    fleet = QUIET.trained(tmp_path, rounds=2, method=method, hyper="client_lr = 0.01" if method == "pfedme" else "")
     assert fleet.closed() == 2
     assert Device(home(fleet)).predict(drawn(3, 1)[0]).alarm is not None
 
@@ -223,7 +146,7 @@ def test_each_device_has_a_threshold_of_its_own(fleet: World) -> None:
 
 
 def test_http_answers_with_score_and_alarm(tmp_path: Path) -> None:
-    fleet = trained(tmp_path)
+    fleet = QUIET.trained(tmp_path)
     service = service_of(home(fleet), settings_of(home(fleet)))
     service.restore()
     protocol = InferenceProtocol(ServedModel("t", service))
@@ -253,7 +176,7 @@ def test_http_answers_with_score_and_alarm(tmp_path: Path) -> None:
 def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fleet = trained(tmp_path)
+    fleet = QUIET.trained(tmp_path)
     np.save(tmp_path / "x.npy", drawn(70, 5))
     device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False)
     assert "5 samples of quiet added, 5 added by now" in capsys.readouterr().out
@@ -278,7 +201,7 @@ def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
 
 
 def test_labelled_anomalies_give_auroc(tmp_path: Path) -> None:
-    fleet = trained(tmp_path)
+    fleet = QUIET.trained(tmp_path)
     x = np.concatenate([drawn(0, 90), drawn(5, 10, spikes=True)])
     np.savez(home(fleet) / "samples.npz", x=x, y=np.array(["N"] * 90 + ["spike"] * 10), time=np.arange(100.0))
     found = fleet.agents["a"].service.held_back()
@@ -291,7 +214,7 @@ def test_labelled_anomalies_give_auroc(tmp_path: Path) -> None:
 def test_without_quiet_samples_nothing_is_learned_and_without_held_back_ones_there_is_no_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fleet = trained(tmp_path)
+    fleet = QUIET.trained(tmp_path)
     path = home(fleet) / "samples.npz"
     np.savez(path, x=drawn(0, 10), y=np.array(["A"] * 10))
     service = service_of(home(fleet), settings_of(home(fleet)))
@@ -308,7 +231,7 @@ def test_without_quiet_samples_nothing_is_learned_and_without_held_back_ones_the
 def test_a_ridge_head_personalizes_and_what_compares_classes_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fleet = trained(tmp_path)
+    fleet = QUIET.trained(tmp_path)
     device_commands.personalize(home(fleet), True, "head", None, None)
     facts = json.loads(capsys.readouterr().out)
     assert (facts["personalization"], facts["samples"]) == ("head", 60)
@@ -323,7 +246,7 @@ def test_a_ridge_head_personalizes_and_what_compares_classes_is_refused(
 
 
 def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: Path) -> None:
-    fleet = trained(tmp_path, method="fedavg-meta")
+    fleet = QUIET.trained(tmp_path, method="fedavg-meta")
     device_commands.personalize(home(fleet), True, "adapt", 20, 0.5)
     service = service_of(home(fleet), settings_of(home(fleet)))
     service.restore()
@@ -339,23 +262,9 @@ def test_the_bundle_holds_the_task(fleet: World) -> None:
 
 @pytest.mark.slow
 def test_two_agents_raise_alarms_after_learning_over_the_embedded_broker(tmp_path: Path) -> None:
-    made = create_fleet(tmp_path / "fleet", text(rounds=3), exported)
-    for number in range(2):
-        device = tmp_path / f"d{number}"
-        write_device_folder(made, device.name, device, "mqtt://127.0.0.1:1883")
-        write_quiet(device / "samples.npz", number, 1 + number / 5)
-    with processes(tmp_path, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
-        running.start("server")
-        running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
-        running.start(*running.devices())
-
-        def all_evaluated() -> bool:
-            with Ledger(made.ledger_path, create=False) as ledger:
-                return evaluated(ledger, 3) == {"d0", "d1"}
-
-        running.until(all_evaluated, "the evaluations of the last model")
-    assert outcome.of_fleet(made.folder)["rounds"][-1]["task"]["samples"] == 40
-    for number in range(2):
-        answering = Device(tmp_path / f"d{number}")
-        assert all(answering.predict(x).alarm for x in drawn(80, 5, 1 + number / 5, spikes=True))
-        assert not all(answering.predict(x).alarm for x in drawn(81, 5, 1 + number / 5))
+    with QUIET.live(tmp_path, 3) as made:
+        assert outcome.of_fleet(made.folder)["rounds"][-1]["task"]["samples"] == 40
+        for number in range(2):
+            answering = Device(tmp_path / f"d{number}")
+            assert all(answering.predict(x).alarm for x in drawn(80, 5, 1 + number / 5, spikes=True))
+            assert not all(answering.predict(x).alarm for x in drawn(81, 5, 1 + number / 5))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,10 @@ import numpy as np
 import pytest
 
 import metafleet
-from cloud_server.identity.create_fleet import create_fleet
-from cloud_server.identity.device_folder import write_device_folder
-from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
-from cloud_server.records.fleet_settings import FleetConfig
+from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
-from cloud_server.results.evaluations import evaluated
 from edge_agent.commands import device_commands
 from edge_agent.commands.review import likely
 from edge_agent.commands.run import figures_of
@@ -30,25 +24,16 @@ from edge_agent.http.serve import ServedModel
 from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
-from export.first_model import first
-from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base import schema, trees
+from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
 from fleet_core.data.samples import Samples, save
-from fleet_core.link.loopback import LoopbackBroker
-from fleet_core.link.mqtt import parse_url
 from fleet_core.model import graph_bundle
-from fleet_core.model.layout import InputSpec
 from fleet_core.protocol.device_messages import Report
-from fleet_core.tasks.task import Task
-from tests.support.brokers import accepts_connections, free_port
-from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
-from tests.support.train_graphs import FP32, packed
+from tests.support.task_fleets import NAMES, TaskFleet, home
 
 LABELS = ("slow", "fast", "high")
-NAMES = ("a", "b")
 
 
 def drawn(seed: int, count: int = 60, gain: float = 1.0) -> Samples:
@@ -62,65 +47,15 @@ def drawn(seed: int, count: int = 60, gain: float = 1.0) -> Samples:
                    outputs=LABELS)
 
 
-def text(method: str = "fedavg-meta", rounds: int = 2, hyper: str = "") -> str:
-    return f"""\
-[fleet]
-name = "t"
-method = "{method}"
-rounds = {rounds}
-min_devices = 2
-serve_every = {rounds}
-[model]
-name = "mlp"
-classes = []
-[model.input]
-shape = [1, 16]
-[model.options]
-hidden = [16]
-[model.task]
-outputs = ["slow", "fast", "high"]
-kind = "multi-label"
-[hyper]
-local_steps = 20
-client_lr = 0.3
-{hyper}
-"""
-
-
-@functools.cache
-def first_of(method: str, hyper: str, task: Task | None) -> tuple[bytes, bytes]:
-    parameters = schema.read(METHODS[method].hyper, json.loads(hyper))[0]
-    return first("mlp", InputSpec((1, 16)), (), {"hidden": [16]}, head=True, seed=0, method=METHODS[method],
-                 hyper=parameters, task=task)
-
-
-def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
-    return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), settings.model.task)
-
-
-def trained(
-    folder: Path, rounds: int = 2, *, method: str = "fedavg-meta", hyper: str = "", link: str = "",
-    engines: tuple[str, ...] = ("torch", "torch"),
-) -> World:
-    """The fleet after its last round, every model served and evaluated. Agents have a device.toml too."""
-    made = World(folder, create_fleet(folder / "fleet", text(method, rounds, hyper) + link, exported, packed),
-                 LoopbackBroker())
-    made.start_server()
-    for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
-        made.start_agent(name, drawn(number, gain=1 + number / 5), engine=engine)
-        (folder / "devices" / name / "device.toml").write_text(
-            f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
-    assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
-    return made
+SEVERAL = TaskFleet(
+    'kind = "multi-label"\noutputs = ["slow", "fast", "high"]',
+    lambda path, seed, gain: save(path, drawn(seed, gain=gain)), "local_steps = 20\nclient_lr = 0.3",
+)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return trained(tmp_path_factory.mktemp("fleet"), 6)
-
-
-def home(fleet: World, name: str = "a") -> Path:
-    return fleet.folder / "devices" / name
+    return SEVERAL.trained(tmp_path_factory.mktemp("fleet"), rounds=6)
 
 
 # The fleet ------------------------------------------------------------------------------------------------------------
@@ -222,7 +157,7 @@ def test_a_device_answers_with_labels_and_their_probabilities(fleet: World, caps
 
 
 def test_samples_are_added_with_any_number_of_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = trained(tmp_path)
+    fleet = SEVERAL.trained(tmp_path)
     new = drawn(70, 5)
     np.save(tmp_path / "x.npy", new.x)
     device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False, labels="slow,high")
@@ -285,7 +220,7 @@ def test_a_head_personalizes_and_what_needs_classes_is_refused(fleet: World,
 
 
 def test_a_worse_personalization_is_refused_by_the_f1(tmp_path: Path) -> None:
-    fleet = trained(tmp_path, 6)
+    fleet = SEVERAL.trained(tmp_path, rounds=6)
     service = fleet.agents["a"].service
     more = drawn(90, 60)
     relearn.personalize(service, Personalize("head"))
@@ -301,7 +236,7 @@ def test_a_worse_personalization_is_refused_by_the_f1(tmp_path: Path) -> None:
 
 
 def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: Path) -> None:
-    fleet = trained(tmp_path)
+    fleet = SEVERAL.trained(tmp_path)
     service = fleet.agents["a"].service
     untouched = service.stored.open(None, service.stored.served(service.slots.pointer().slot))
     plain = service._evaluator.held_back(untouched.predictor, service.local())
@@ -314,17 +249,13 @@ def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: 
 
 
 def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path) -> None:
-    torch, mixed = (trained(tmp_path / engines[1], link=FP32, engines=engines)
-                    for engines in (("torch", "torch"), ("torch", "onnx")))
-    assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
-    served = [one.server.checkpoint.state.served for one in (torch, mixed)]
-    assert trees.norm(trees.subtract(*served)) <= 1e-5 * trees.norm(served[0])
+    SEVERAL.half_without_torch(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])
 @pytest.mark.slow
 def test_methods_without_classes_serve_a_fleet_of_labels(tmp_path: Path, method: str) -> None:
-    fleet = trained(tmp_path, 2, method=method)
+    fleet = SEVERAL.trained(tmp_path, rounds=2, method=method)
     assert fleet.closed() == 2
     answer = Device(home(fleet)).predict(drawn(3, 1).x[0])
     assert list(answer.probabilities) == list(LABELS)
@@ -371,22 +302,8 @@ def test_http_answers_with_probabilities_and_takes_samples_with_labels(fleet: Wo
 
 @pytest.mark.slow
 def test_two_agents_learn_over_the_embedded_broker(tmp_path: Path) -> None:
-    made = create_fleet(tmp_path / "fleet", text(rounds=3), exported)
-    for number in range(2):
-        device = tmp_path / f"d{number}"
-        write_device_folder(made, device.name, device, "mqtt://127.0.0.1:1883")
-        save(device / "samples.npz", drawn(number, gain=1 + number / 5))
-    with processes(tmp_path, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
-        running.start("server")
-        running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
-        running.start(*running.devices())
-
-        def all_evaluated() -> bool:
-            with Ledger(made.ledger_path, create=False) as ledger:
-                return evaluated(ledger, 3) == {"d0", "d1"}
-
-        running.until(all_evaluated, "the evaluations of the last model")
-    found = outcome.of_fleet(made.folder)
-    before, after = (found["task"][stage]["measures"]["micro_f1"]["all"] for stage in ("before", "after"))
-    assert after > before
-    assert found["rounds"][-1]["task"]["samples"] == 48
+    with SEVERAL.live(tmp_path, 3) as made:
+        found = outcome.of_fleet(made.folder)
+        before, after = (found["task"][stage]["measures"]["micro_f1"]["all"] for stage in ("before", "after"))
+        assert after > before
+        assert found["rounds"][-1]["task"]["samples"] == 48

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,11 @@ import numpy as np
 import pytest
 
 import metafleet
-from cloud_server.identity.create_fleet import create_fleet
-from cloud_server.identity.device_folder import write_device_folder
-from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
 from cloud_server.records import training_graph
-from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
-from cloud_server.results.evaluations import evaluated
 from edge_agent.commands import device_commands, review
 from edge_agent.commands.run import figures_of
 from edge_agent.device.state import DeviceState
@@ -32,27 +26,19 @@ from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
 from edge_agent.inference.worse_model_check import WorseModel
-from export.first_model import first
-from fleet_core.algorithms.methods.registry import METHODS
-from fleet_core.base import schema, storage, trees
+from fleet_core.base import schema, storage
 from fleet_core.base.errors import ConfigError, DataError, MessageError, StateError
 from fleet_core.board.device_settings import Personalize, settings_of
 from fleet_core.data.samples import Samples, save
-from fleet_core.link.loopback import LoopbackBroker
-from fleet_core.link.mqtt import parse_url
 from fleet_core.model import graph_bundle
-from fleet_core.model.layout import InputSpec
 from fleet_core.model.train_graph import pack
 from fleet_core.protocol.device_messages import Report
-from fleet_core.tasks.regression import Regression
 from fleet_core.training.graph_engine import GraphSteps
-from tests.support.brokers import accepts_connections, free_port
-from tests.support.fleet_processes import processes
 from tests.support.inprocess import World
-from tests.support.train_graphs import FP32, packed, train_graph
+from tests.support.task_fleets import NAMES, TaskFleet, home
+from tests.support.train_graphs import train_graph
 
 OUTPUTS = ("speed", "load")
-NAMES = ("a", "b")
 
 
 def drawn(seed: int, count: int = 60, gain: float = 1.0) -> Samples:
@@ -65,73 +51,20 @@ def drawn(seed: int, count: int = 60, gain: float = 1.0) -> Samples:
     return Samples(x[:, None].astype(np.float32), y, None, np.arange(count, dtype=np.float64), outputs=OUTPUTS)
 
 
-def text(method: str = "fedavg-meta", rounds: int = 2, hyper: str = "") -> str:
-    return f"""\
-[fleet]
-name = "t"
-method = "{method}"
-rounds = {rounds}
-min_devices = 2
-serve_every = {rounds}
-[model]
-name = "mlp"
-classes = []
-[model.input]
-shape = [1, 16]
-[model.options]
-hidden = [16]
-[model.task]
+NUMBERS = TaskFleet(
+    '''\
+kind = "regression"
 outputs = ["speed", "load"]
 mean = [122.0, 0.0]
 deviation = [10.0, 0.6]
-loss = "huber"
-kind = "regression"
-[hyper]
-local_steps = 20
-client_lr = 0.1
-{hyper}
-"""
-
-
-@functools.cache
-def first_of(method: str, hyper: str, task: Regression | None) -> tuple[bytes, bytes]:
-    parameters = schema.read(METHODS[method].hyper, json.loads(hyper))[0]
-    return first("mlp", InputSpec((1, 16)), (), {"hidden": [16]}, head=True, seed=0, method=METHODS[method],
-                 hyper=parameters, task=task)
-
-
-def exported(settings: FleetConfig, head: bool) -> tuple[bytes, bytes]:
-    return first_of(settings.fleet.method, json.dumps(dict(settings.hyper)), settings.model.task)
-
-
-def made_fleet(folder: Path, rounds: int, method: str = "fedavg-meta", hyper: str = "", link: str = "") -> World:
-    """With the graph for devices that train without torch."""
-    settings = text(method, rounds, hyper) + link
-    return World(folder, create_fleet(folder / "fleet", settings, exported, packed), LoopbackBroker())
-
-
-def trained(
-    folder: Path, rounds: int = 2, *, method: str = "fedavg-meta", hyper: str = "", link: str = "",
-    engines: tuple[str, ...] = ("torch", "torch"),
-) -> World:
-    """The fleet after its last round, every model served and evaluated. Agents have a device.toml too."""
-    made = made_fleet(folder, rounds, method, hyper, link)
-    made.start_server()
-    for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
-        made.start_agent(name, drawn(number, gain=1 + number / 5), engine=engine)
-        (folder / "devices" / name / "device.toml").write_text(
-            f'[device]\nname = "{name}"\nfleet = "t"\nkey = "{made.fleet.public_key()}"\n')
-    assert made.pump(lambda: evaluated(made.server.ledger, rounds) == set(NAMES))
-    return made
+loss = "huber"''',
+    lambda path, seed, gain: save(path, drawn(seed, gain=gain)), "local_steps = 20\nclient_lr = 0.1",
+)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return trained(tmp_path_factory.mktemp("fleet"), 6)
-
-
-def home(fleet: World, name: str = "a") -> Path:
-    return fleet.folder / "devices" / name
+    return NUMBERS.trained(tmp_path_factory.mktemp("fleet"), rounds=6)
 
 
 # The fleet ------------------------------------------------------------------------------------------------------------
@@ -198,11 +131,7 @@ def test_evaluations_of_another_shape_are_refused(fleet: World) -> None:
 @pytest.mark.parametrize("method", ["fedavg-meta", *(
     pytest.param(name, marks=pytest.mark.slow) for name in ("per-fedavg-exact", "per-fedavg-hf", "fedper"))])
 def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Path, method: str) -> None:
-    torch, mixed = (trained(tmp_path / engines[1], method=method, link=FP32, engines=engines)
-                    for engines in (("torch", "torch"), ("torch", "onnx")))
-    assert {row.device for row in mixed.server.ledger.rows(Update, status="counted")} == set(NAMES)
-    served = [one.server.checkpoint.state.served for one in (torch, mixed)]
-    assert trees.norm(trees.subtract(*served)) <= 1e-5 * trees.norm(served[0])
+    torch, mixed = NUMBERS.half_without_torch(tmp_path, method=method)
     for one, other in zip(torch.server.ledger.rows(TaskEvaluation), mixed.server.ledger.rows(TaskEvaluation),
                           strict=True):
         assert other.sums["absolute"] == pytest.approx(one.sums["absolute"], rel=1e-4)
@@ -211,7 +140,7 @@ def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Pat
 def test_a_step_of_numbers_that_is_not_finite_commits_nothing_and_the_next_round_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = made_fleet(tmp_path, 2)
+    made = NUMBERS.made(tmp_path)
     for number, name in enumerate(NAMES):
         made.start_agent(name, drawn(number), engine="onnx")
     mean, calls = GraphSteps._mean, [0]
@@ -233,7 +162,7 @@ def test_a_step_of_numbers_that_is_not_finite_commits_nothing_and_the_next_round
 
 
 def test_a_graph_of_classes_in_a_fleet_of_numbers_is_refused_when_the_server_starts(tmp_path: Path) -> None:
-    made = made_fleet(tmp_path, 2)
+    made = NUMBERS.made(tmp_path)
     storage.write_atomic(training_graph.path_of(made.fleet), pack(train_graph("fedavg")))
     with pytest.raises(StateError, match="is for the layout"):
         made.start_server()
@@ -261,7 +190,7 @@ def test_a_device_answers_with_numbers_in_the_users_unit(fleet: World, capsys: p
 
 def test_samples_are_added_with_targets_and_a_class_is_refused(tmp_path: Path,
                                                                capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = trained(tmp_path)
+    fleet = NUMBERS.trained(tmp_path)
     new = drawn(70, 5)
     np.save(tmp_path / "x.npy", new.x)
     device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False, target="120.5,0.25")
@@ -319,7 +248,7 @@ def test_a_ridge_head_personalizes_and_what_needs_classes_is_refused(
 
 
 def test_a_worse_personalization_is_refused_by_the_error(tmp_path: Path) -> None:
-    fleet = trained(tmp_path, 6)
+    fleet = NUMBERS.trained(tmp_path, rounds=6)
     service = fleet.agents["a"].service
     wrong = drawn(90, 60)
     relearn.personalize(service, Personalize("head"))
@@ -333,7 +262,7 @@ def test_a_worse_personalization_is_refused_by_the_error(tmp_path: Path) -> None
 
 
 def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: Path) -> None:
-    fleet = trained(tmp_path, 6)
+    fleet = NUMBERS.trained(tmp_path, rounds=6)
     service = fleet.agents["a"].service
     before = service.held_back()
     done = relearn.personalize(service, Personalize("adapt", steps=50, rate=0.05))
@@ -350,7 +279,7 @@ def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: 
 @pytest.mark.parametrize("method", ["pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])
 @pytest.mark.slow
 def test_methods_without_classes_serve_a_fleet_of_numbers(tmp_path: Path, method: str) -> None:
-    fleet = trained(tmp_path, 2, method=method)
+    fleet = NUMBERS.trained(tmp_path, rounds=2, method=method)
     assert fleet.closed() == 2
     answer = Device(home(fleet)).predict(drawn(3, 1).x[0])
     assert all(np.isfinite(list(answer.values.values())))
@@ -395,7 +324,7 @@ def test_http_answers_with_values_and_takes_samples_with_targets(fleet: World) -
 def test_stored_samples_get_their_targets_over_http_and_in_review(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fleet = trained(tmp_path)
+    fleet = NUMBERS.trained(tmp_path)
     device, new = Device(home(fleet)), drawn(61, 4)
     first, second, third, last = (device.add(x, time=float(k)) for k, x in enumerate(new.x))
     service = service_of(home(fleet), settings_of(home(fleet)))
@@ -442,21 +371,7 @@ def test_metrics_and_rows_have_the_errors(fleet: World) -> None:
 
 @pytest.mark.slow
 def test_two_agents_learn_over_the_embedded_broker(tmp_path: Path) -> None:
-    made = create_fleet(tmp_path / "fleet", text(rounds=3), exported)
-    for number in range(2):
-        device = tmp_path / f"d{number}"
-        write_device_folder(made, device.name, device, "mqtt://127.0.0.1:1883")
-        save(device / "samples.npz", drawn(number, gain=1 + number / 5))
-    with processes(tmp_path, f"mqtt://127.0.0.1:{free_port()}", hosts_broker=True) as running:
-        running.start("server")
-        running.until(lambda: accepts_connections(parse_url(running.url).port), "the embedded broker")
-        running.start(*running.devices())
-
-        def all_evaluated() -> bool:
-            with Ledger(made.ledger_path, create=False) as ledger:
-                return evaluated(ledger, 3) == {"d0", "d1"}
-
-        running.until(all_evaluated, "the evaluations of the last model")
-    found = outcome.of_fleet(made.folder)
-    assert found["task"]["after"]["measures"]["r2"]["speed"] > found["task"]["before"]["measures"]["r2"]["speed"]
-    assert found["rounds"][-1]["task"]["samples"] == 48
+    with NUMBERS.live(tmp_path, 3) as made:
+        found = outcome.of_fleet(made.folder)
+        assert found["task"]["after"]["measures"]["r2"]["speed"] > found["task"]["before"]["measures"]["r2"]["speed"]
+        assert found["rounds"][-1]["task"]["samples"] == 48
