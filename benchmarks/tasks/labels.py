@@ -33,8 +33,7 @@ from fleet_core.data.shaping import sound
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.model.layout import InputSpec
 from fleet_core.personalization.linear_head import LabelHead
-from fleet_core.tasks.labels import MultiLabel
-from fleet_core.tasks.task import measured, measures_of
+from fleet_core.tasks.labels import MultiLabel, pooled
 
 RESULT, PAGE = HERE / "labels.json", HERE / "LABELS.md"
 FILE = "spoken-digits-4speakers.npz"
@@ -113,8 +112,8 @@ def ways(train: Sequence[Part], rounds: int) -> tuple[MultiLabel, dict[str, Answ
 
 def scored(task: MultiLabel, answers: Answers, those: Sequence[tuple[Part, Part]]) -> dict[str, Any]:
     """Measures pooled over speakers."""
-    found = [measured(task, later[1], answers(own, later[0])) for own, later in those]
-    samples, figures = measures_of(task.kind, task.outputs, [(one.samples, one.sums) for one in found])
+    found = [task.measured(later[1], answers(own, later[0])) for own, later in those]
+    samples, figures = pooled(task.outputs, [(one.samples, one.sums) for one in found])
     return {"micro_f1": figures["micro_f1"]["all"], "macro_f1": figures["macro_f1"]["all"],
             "exact_match": figures["exact_match"]["all"], "speakers": len(those), "windows": samples}
 

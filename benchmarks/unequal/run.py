@@ -74,7 +74,7 @@ def main() -> None:
     result = runs(parser.parse_args().out)
     storage.write_json(HERE / "result.json", result)
     page = HERE / "README.md"
-    page.write_text(markdown.filled(page.read_text(encoding="utf-8"), tables(result)), encoding="utf-8")
+    storage.write_atomic(page, markdown.filled(page.read_text(encoding="utf-8"), tables(result)).encode())
 
 
 if __name__ == "__main__":

@@ -144,7 +144,6 @@ def init(
     from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
     from fleet_core.tasks.labels import KIND as MULTI_LABEL
-    from fleet_core.tasks.task import told
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
@@ -173,7 +172,7 @@ def init(
         key_files.encrypt(fleet)
     audit_log.done(fleet, "init")
     section = made.config.model
-    answers = f"classes {', '.join(section.classes)}" if section.task is None else told(section.task)
+    answers = f"classes {', '.join(section.classes)}" if section.task is None else section.task.told
     print(f"fleet {made.config.fleet.name} in {fleet}: {made.method.name}, model {section.name}, {answers}")
     for remark in made.remarks():
         processes.say(remark)

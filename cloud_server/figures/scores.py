@@ -10,7 +10,7 @@ import numpy as np
 
 from fleet_core.base.errors import DataError
 from fleet_core.tasks.regression import MEASURE
-from fleet_core.tasks.task import head_of, text_of, whole_text
+from fleet_core.tasks.task import KINDS
 
 SHARE: dict[str, Any] = {"min": 0, "max": 1}
 AMOUNT: dict[str, Any] = {"min": 0}
@@ -32,7 +32,7 @@ class Score:
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
     """A score of a task without classes, of one device or pooled. task: its kind. samples: evaluated ones. measures:
-    measure -> output -> value, as ``tasks.task.measures_of``; what is not defined is left out. method: as in
+    measure -> output -> value, as ``tasks.task.Kind.pooled``; what is not defined is left out. method: as in
     ``Score``."""
 
     task: str
@@ -48,17 +48,17 @@ class TaskScore:
     @property
     def head(self) -> str:
         """The name of that measure."""
-        return head_of(self.task)
+        return KINDS[self.task].MEASURE
 
     @property
     def short_text(self) -> str:
         """``text`` without the measure's name."""
-        return text_of(self.task, self.measures)
+        return KINDS[self.task].text_of(self.measures)
 
     @property
     def whole_text(self) -> str:
         """All measures: ``MAE speed 1.25, load 0.031; R² speed 0.950, load 0.812``."""
-        return whole_text(self.task, self.measures)
+        return KINDS[self.task].whole_text(self.measures)
 
 
 def confusion_accuracy(confusion: Sequence[Sequence[int]]) -> float | None:

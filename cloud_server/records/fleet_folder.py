@@ -46,7 +46,6 @@ from fleet_core.privacy import settings as privacy
 from fleet_core.protocol.signing import Signer, load_public
 from fleet_core.robust import settings as robust
 from fleet_core.robust.screening import Screening
-from fleet_core.tasks.labels import MultiLabel
 
 if TYPE_CHECKING:
     from fleet_core.data.samples import Samples
@@ -209,9 +208,8 @@ class Fleet:
         from fleet_core.data import samples  # not needed, nor its memory, by a running server
 
         raw = layout.sample
-        found = samples.load(path, classes=layout.classes or None, dtype=raw.dtype, shape=raw.shape, fit=raw.fit,
-                             sound_hz=raw.sound_hz, outputs=layout.outputs,
-                             labels=isinstance(layout.task, MultiLabel))
+        found = samples.load(path, dtype=raw.dtype, shape=raw.shape, fit=raw.fit, sound_hz=raw.sound_hz,
+                             **layout.reading)
         if layout.backbone is None:
             return found
         from fleet_core.backbone.features import of_file

@@ -14,7 +14,6 @@ from fleet_core.model.layout import Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 from fleet_core.robust.settings import RobustSection
-from fleet_core.tasks.anomaly import Anomaly
 from fleet_core.tasks.task import VARIANTS, Task
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -74,7 +73,7 @@ class ModelSection:
     @property
     def outputs(self) -> tuple[str, ...] | None:
         """Names of the targets, as readers of samples take them; None for samples without targets."""
-        return None if self.task is None or isinstance(self.task, Anomaly) else self.task.outputs
+        return None if self.task is None else self.task.columns or None
 
 
 @dataclass(frozen=True)

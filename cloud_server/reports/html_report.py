@@ -35,7 +35,7 @@ from cloud_server.results.result import Personalization, Pooled, Result, RoundFi
 from cloud_server.results.verdict import compared
 from fleet_core.power.meter import WORKING
 from fleet_core.tasks import anomaly, labels, regression
-from fleet_core.tasks.task import OVERALL
+from fleet_core.tasks.labels import OVERALL
 
 COUNTERS = (("payload", "payload_bytes"), ("MQTT", "mqtt_bytes"), ("wire", "wire_bytes"))
 COUNTERS_NOTE = (

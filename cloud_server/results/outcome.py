@@ -17,7 +17,8 @@ from cloud_server.results.result import Pooled, Result
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import StateError
 from fleet_core.base.processes import typed
-from fleet_core.tasks.task import OF_MEASURES, OVERALL
+from fleet_core.tasks.labels import OVERALL
+from fleet_core.tasks.task import NAMES
 
 SIMULATION = "simulation"
 MAX_RESULT_BYTES = 1 << 28
@@ -105,7 +106,7 @@ def _figures(run: Result) -> Iterator[tuple[str, tuple[float | None, Callable[[f
     for measure, by_output in (run.task["after"].measures if run.task and "after" in run.task else {}).items():
         for output, value in by_output.items():
             of = "" if measure in OVERALL else f" of {output}"
-            yield f"{OF_MEASURES.get(measure, measure)}{of}, all devices", (value, "{:.4g}".format)
+            yield f"{NAMES.get(measure, measure)}{of}, all devices", (value, "{:.4g}".format)
     yield "rounds", (run.closed, "{:.0f}".format)
     yield "training loss of the last round", (run.rounds[-1].loss if run.rounds else None, "{:.4g}".format)
     sums = run.totals

@@ -30,7 +30,7 @@ from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
-from fleet_core.tasks.task import measures_of
+from fleet_core.tasks.task import KINDS
 
 FORMAT = 1
 PACKAGES = (
@@ -348,7 +348,7 @@ def task_score(rows: Sequence[TaskEvaluation]) -> TaskScore | None:
     if not rows:
         return None
     outputs = rows[0].outputs
-    samples, measures = measures_of(rows[0].task, outputs, [(row.samples, row.sums) for row in rows])
+    samples, measures = KINDS[rows[0].task].pooled(outputs, [(row.samples, row.sums) for row in rows])
     methods = {row.method for row in rows}
     return TaskScore(task=rows[0].task, samples=samples, measures=measures,
                      method=methods.pop() if len(methods) == 1 else None)

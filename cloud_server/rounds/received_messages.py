@@ -13,7 +13,7 @@ from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report
 from fleet_core.protocol.round_messages import WHOLE, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.secure_messages import KEYS, REVEALED, SHARES
-from fleet_core.tasks.task import Task, of_sums
+from fleet_core.tasks.task import Task
 
 MAX_OFFER_BYTES = 1 << 26
 
@@ -160,7 +160,7 @@ def _check_sums(report: Report, device: str, task: Task) -> None:
         raise MessageError("a baseline of classes", where=device, expected=f"none: the fleet's task is {task.kind}")
     for one in report.evaluations:
         try:
-            of_sums(task, one.samples, one.sums or {})
+            task.of_sums(one.samples, one.sums or {})
         except DataError as error:
             raise MessageError(error.what, where=device, expected=error.expected) from error
 

@@ -286,7 +286,7 @@ def _add_targets(
     raw = service.layout.sample
     if truths is None:
         given = samples.load(file, dtype=raw.dtype, shape=raw.shape, stride=stride, fit=raw.fit, sound_hz=raw.sound_hz,
-                             outputs=task.outputs, labels=isinstance(task, MultiLabel))
+                             **task.reading)
         x, y = given.x, given.y
         for note in given.notes:
             processes.say(note)

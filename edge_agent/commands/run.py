@@ -47,7 +47,7 @@ from fleet_core.link.mqtt import MqttLink
 from fleet_core.power.choose_meter import choose_meter
 from fleet_core.power.meter import Meter
 from fleet_core.protocol.device_messages import Evaluation
-from fleet_core.tasks.task import Measures, of_sums
+from fleet_core.tasks.measured import Measures
 
 if TYPE_CHECKING:
     from edge_agent.http.metrics import Figures
@@ -190,7 +190,7 @@ def figures_of(agent: Agent) -> Figures:
 def _measures(one: Evaluation, answering: Answering | None) -> Measures:
     """The task's measures by output."""
     task = None if answering is None else answering.layout.task
-    return {} if task is None else of_sums(task, one.samples, one.sums or {}).figures
+    return {} if task is None else task.of_sums(one.samples, one.sums or {}).figures
 
 
 def _accuracy(confusion: Sequence[Sequence[int]]) -> float | None:

@@ -111,11 +111,6 @@ class LocalData:
         """The fleet's classes, or the labels of samples of a fleet that detects anomalies."""
         return LABELS if isinstance(self.task, Anomaly) else self.classes
 
-    @property
-    def normal(self) -> tuple[str, ...] | None:
-        """As ``Layout.normal``."""
-        return self.task.normal if isinstance(self.task, Anomaly) else None
-
     def names(self) -> tuple[str, ...]:
         """The fleet's classes, then the device's own."""
         return self._load_added()[1]
@@ -158,7 +153,7 @@ class LocalData:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the targets; empty for classes."""
-        return () if self.task is None or isinstance(self.task, Anomaly) else self.task.outputs
+        return () if self.task is None else self.task.columns
 
     def _hint_without_samples(self) -> str:
         """Names a file of samples in the same folder, if there is one."""
@@ -203,7 +198,7 @@ class LocalData:
         if not self.added_path.exists():
             return None, self.labels
         if isinstance(self.task, Anomaly):
-            return samples.load(self.added_path, dtype=self.dtype, normal=self.task.normal), LABELS
+            return samples.load(self.added_path, dtype=self.dtype, **self.task.reading), LABELS
         if self.task is not None:
             return samples.load(self.added_path, dtype=self.dtype, outputs=self.outputs), ()
         added = samples.load(self.added_path, dtype=self.dtype)
@@ -281,8 +276,7 @@ class LocalData:
     def _recorded(self) -> tuple[Samples, Samples]:
         """(samples to learn from, held-back samples)."""
         everything = samples.load(
-            self.path, classes=self.classes or None, dtype=self.dtype, shape=self.shape, stride=self.stride,
-            fit=self.fit, sound_hz=self.sound_hz, outputs=self.outputs or None,
-            labels=isinstance(self.task, MultiLabel), normal=self.normal,
+            self.path, dtype=self.dtype, shape=self.shape, stride=self.stride, fit=self.fit, sound_hz=self.sound_hz,
+            **({"classes": self.classes or None} if self.task is None else self.task.reading),
         )
         return time_split.learned(everything, self.train_fraction, self.support_seconds)

@@ -19,7 +19,8 @@ from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
 from fleet_core.tasks.calibration import expected_calibration_error
-from fleet_core.tasks.task import Measured, head_of, measured
+from fleet_core.tasks.measured import Measured
+from fleet_core.tasks.task import KINDS
 
 Array = np.ndarray[Any, Any]
 Rows = tuple[tuple[int, ...], ...]
@@ -103,7 +104,7 @@ class Evaluator:
     def _count(self, predictor: Predictor, data: LocalData, samples: Samples) -> None:
         answers, n = self._answers(predictor, samples.x), len(data.classes)
         if data.task is not None:
-            self._counts[predictor] = measured(data.task, samples.y, answers)
+            self._counts[predictor] = data.task.measured(samples.y, answers)
             return
         label, counts = answers[:, :n].argmax(1), np.zeros((n, n), np.int64)
         np.add.at(counts, (samples.y, label), 1)
@@ -129,7 +130,7 @@ class Evaluator:
         if isinstance(counts, Measured) and not counts.samples:
             return None
         if isinstance(counts, Measured) and data.task is not None:
-            head = head_of(data.task.kind)
+            head = KINDS[data.task.kind].MEASURE
             return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance)
         if not isinstance(counts, np.ndarray):
             return None

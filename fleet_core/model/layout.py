@@ -110,13 +110,13 @@ class Layout:
 
     @property
     def outputs(self) -> tuple[str, ...] | None:
-        """Names of the targets, as readers of samples take them; None for classes."""
-        return None if self.task is None or isinstance(self.task, Anomaly) else self.task.outputs
+        """Names of the targets or labels that samples come with; None for classes, and for samples without any."""
+        return None if self.task is None else self.task.columns or None
 
     @property
-    def normal(self) -> tuple[str, ...] | None:
-        """Labels of quiet samples, as readers of samples take them; None for a task that needs labels or targets."""
-        return self.task.normal if isinstance(self.task, Anomaly) else None
+    def reading(self) -> dict[str, Any]:
+        """Options with which ``samples.load`` reads samples: the classes, or what the task asks for."""
+        return {"classes": self.classes or None} if self.task is None else self.task.reading
 
     def truths(self, y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """What losses and graphs compare answers with: labels int64 [N], or standardized targets, or labels as 0

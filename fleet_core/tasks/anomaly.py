@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
+from fleet_core.tasks.measured import Measured, Measures
 
 Array = np.ndarray[Any, Any]
 
@@ -29,6 +30,8 @@ LABELS = QUIET, ANOMALY = "quiet", "anomaly"
 SCORE = "score"
 MEASURE = "false alarms"
 """The share of quiet samples that raise an alarm, which listings show."""
+NAMES = {"alarms": "alarms", "score": "score", "auroc": "AUROC"}
+"""Of the measures, for people."""
 SUMS = {QUIET: 4, ANOMALY: 4, "pairs": 2}
 """The sums over samples from which the measures follow (``Alarms``), and how many numbers each has."""
 NO_THRESHOLD = "no quiet sample is held back on this device, so there is no threshold and no alarm"
@@ -120,12 +123,27 @@ class Anomaly:
         quiet = np.flatnonzero(y_N == 0)
         return quiet[: (len(quiet) + 1) // 2]
 
-    def sums(self, alarms: Alarms) -> dict[str, tuple[float, ...]]:
-        """``alarms`` by name, as they travel and are stored."""
-        return {name: tuple(map(float, getattr(alarms, name))) for name in SUMS}
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of what samples come with to learn from: nothing."""
+        return ()
 
-    def alarms(self, count: int, sums: Mapping[str, Sequence[float]]) -> Alarms:
-        """The inverse of ``sums``, for ``count`` samples. Raises DataError for sums that no samples have."""
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Options with which ``samples.load`` reads the task's samples."""
+        return {"normal": self.normal}
+
+    @property
+    def told(self) -> str:
+        """What the model answers, for people."""
+        return f"detects anomalies, {self.text_allowed}"
+
+    def measured(self, y_N: Array, scores_N1: Array) -> Measured:
+        """Of held-back samples in the order of time. Raises DataError as ``Alarms.of``."""
+        return self._shown(Alarms.of(self, y_N, scores_N1))
+
+    def of_sums(self, count: int, sums: Mapping[str, Sequence[float]]) -> Measured:
+        """The inverse of ``Measured.sums``, for ``count`` samples. Raises DataError for sums that no samples have."""
         if count < 1 or {name: len(one) for name, one in sums.items()} != SUMS:
             raise DataError(f"the sums {', '.join(sums)[:80]} over {count} samples", expected=", ".join(SUMS))
         quiet, anomaly, pairs = (np.asarray(sums[name], np.float64) for name in SUMS)
@@ -139,20 +157,15 @@ class Anomaly:
                             expected=f"{count} together")
         if found.quiet[1] > found.quiet[0] or found.anomaly[1] > found.anomaly[0] or found.pairs[1] > found.pairs[0]:
             raise DataError("the sums count more alarms than samples")
-        return found
+        return self._shown(found)
 
-    def figures(self, alarms: Alarms) -> dict[str, dict[str, float]]:
-        """``measures`` of ``alarms``."""
-        return measures(alarms)
-
-    def text(self, alarms: Alarms) -> str:
-        """The ``MEASURE`` for people."""
-        return text_of(measures(alarms))
-
-    def distance(self, alarms: Alarms) -> float:
-        """By which models are compared, lower is better: the root of a quiet sample's mean squared difference, in
-        deviations of the samples; the mean over quiet samples."""
-        return float(alarms.quiet[3] / alarms.quiet[0]) if alarms.quiet[0] else 0.0
+    def _shown(self, alarms: Alarms) -> Measured:
+        """Models are compared by the root of a quiet sample's mean squared difference, in deviations of the samples;
+        the mean over quiet samples."""
+        figures = measures(alarms)
+        sums = {name: tuple(map(float, getattr(alarms, name))) for name in SUMS}
+        distance = float(alarms.quiet[3] / alarms.quiet[0]) if alarms.quiet[0] else 0.0
+        return Measured(alarms.count, sums, figures, text_of(figures), distance, alarms.threshold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,19 +211,26 @@ def measures(alarms: Alarms) -> dict[str, dict[str, float]]:
     return {name: values for name, values in found.items() if values}
 
 
-def of_sums(rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> Alarms:
-    """The sums of several devices, one or more, each with its number of samples."""
+def pooled(outputs: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> tuple[int, Measures]:
+    """(samples, measures) of several devices' ``Measured.sums``, one or more, each with its number of samples."""
     quiet, anomaly, pairs = (np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS)
-    return Alarms(sum(count for count, _ in rows), quiet, anomaly, pairs)
+    alarms = Alarms(sum(count for count, _ in rows), quiet, anomaly, pairs)
+    return alarms.count, measures(alarms)
 
 
-def text_of(found: Mapping[str, Mapping[str, float]]) -> str:
+def text_of(found: Measures) -> str:
     """The ``MEASURE`` for people; with labelled anomalies also the share of them that raises an alarm, and AUROC."""
     alarms = found.get("alarms", {})
     parts = [f"{100 * alarms[QUIET]:.2f} %"] if QUIET in alarms else []
     parts += [f"{100 * alarms[ANOMALY]:.1f} % of anomalies found"] if ANOMALY in alarms else []
     parts += [f"AUROC {value:.3f}" for value in found.get("auroc", {}).values()]
     return ", ".join(parts)
+
+
+def whole_text(found: Measures) -> str:
+    """All measures."""
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in found.get("score", {}).items())
+    return f"{MEASURE} {text_of(found)}; mean score {scores}"
 
 
 def _above(quiet_N: Array, anomaly_M: Array) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
+from fleet_core.tasks.measured import Measured, Measures
 
 Array = np.ndarray[Any, Any]
 
@@ -23,6 +24,9 @@ THRESHOLD = 0.5
 MAX_LABELS = 1000
 MEASURE = "micro-F1"
 """The F1 of all labels' counts together, which listings show."""
+OVERALL = {"micro_f1": MEASURE, "macro_f1": "macro-F1", "exact_match": "exact match"}
+"""Measures of all labels together, under the key ``all``, and their names for people."""
+NAMES = {**OVERALL, "f1": "F1"}
 SUMS = ("both", "answered", "true", "exact")
 """Names of the counts over samples from which the measures follow (``LabelCounts``)."""
 
@@ -51,12 +55,28 @@ class MultiLabel:
         """The labels that are answered."""
         return tuple(name for name, p in zip(self.outputs, probabilities_K, strict=True) if p >= THRESHOLD)
 
-    def sums(self, counts: LabelCounts) -> dict[str, tuple[float, ...]]:
-        """``counts`` by name, as they travel and are stored."""
-        return {name: tuple(map(float, getattr(counts, name))) for name in SUMS}
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of what samples come with to learn from."""
+        return self.outputs
 
-    def counts(self, count: int, sums: Mapping[str, Sequence[float]]) -> LabelCounts:
-        """The inverse of ``sums``, for ``count`` samples. Raises DataError for counts that no samples have."""
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Options with which ``samples.load`` reads the task's samples."""
+        return {"outputs": self.outputs, "labels": True}
+
+    @property
+    def told(self) -> str:
+        """What the model answers, for people."""
+        return f"labels {', '.join(self.outputs)}"
+
+    def measured(self, y_NK: Array, probabilities_NK: Array) -> Measured:
+        """Of answers to samples with the labels y_NK. Raises DataError as ``LabelCounts.of``."""
+        return self._shown(LabelCounts.of(self, y_NK, probabilities_NK))
+
+    def of_sums(self, count: int, sums: Mapping[str, Sequence[float]]) -> Measured:
+        """The inverse of ``Measured.sums``, for ``count`` samples. Raises DataError for counts that no samples
+        have."""
         width = {name: 1 if name == "exact" else len(self.outputs) for name in SUMS}
         if count < 1 or {name: len(one) for name, one in sums.items()} != width:
             raise DataError(f"the sums {', '.join(sums)[:80]} over {count} samples",
@@ -66,19 +86,13 @@ class MultiLabel:
             raise DataError("the sums are not counts of samples", expected=f"whole numbers from 0 to {count}")
         if (arrays["both"] > np.minimum(arrays["answered"], arrays["true"])).any():
             raise DataError("the sums count more right answers than answers or labels")
-        return LabelCounts(count, **arrays)
+        return self._shown(LabelCounts(count, **arrays))
 
-    def figures(self, counts: LabelCounts) -> dict[str, dict[str, float]]:
-        """``measures`` of ``counts``."""
-        return measures(self.outputs, counts)
-
-    def text(self, counts: LabelCounts) -> str:
-        """The ``MEASURE`` for people."""
-        return f"{counts.micro_f1:.3f}"
-
-    def distance(self, counts: LabelCounts) -> float:
-        """By which models are compared, lower is better: 1 − micro-F1."""
-        return 1 - counts.micro_f1
+    def _shown(self, counts: LabelCounts) -> Measured:
+        """Models are compared by 1 − micro-F1."""
+        figures = measures(self.outputs, counts)
+        sums = {name: tuple(map(float, getattr(counts, name))) for name in SUMS}
+        return Measured(counts.count, sums, figures, text_of(figures), 1 - counts.micro_f1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +163,23 @@ def measures(labels: Sequence[str], counts: LabelCounts) -> dict[str, dict[str, 
     return {name: of for name, of in known.items() if of}
 
 
-def of_sums(labels: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> LabelCounts:
-    """The counts of several devices' ``sums``, one or more, each with its number of samples."""
+def pooled(labels: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> tuple[int, Measures]:
+    """(samples, measures) of several devices' ``Measured.sums``, one or more, each with its number of samples."""
     arrays = {name: np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS}
-    return LabelCounts(sum(count for count, _ in rows), **arrays)
+    counts = LabelCounts(sum(count for count, _ in rows), **arrays)
+    return counts.count, measures(labels, counts)
+
+
+def text_of(found: Measures) -> str:
+    """The ``MEASURE`` for people."""
+    return ", ".join(f"{value:.3f}" for value in found.get("micro_f1", {}).values())
+
+
+def whole_text(found: Measures) -> str:
+    """All measures: ``micro-F1 0.900, macro-F1 0.880, exact match 0.750; F1 music 0.910``."""
+    overall = ", ".join(f"{name} {found[key]['all']:.3f}" for key, name in OVERALL.items() if key in found)
+    by_label = ", ".join(f"{name} {value:.3f}" for name, value in found.get("f1", {}).items())
+    return overall + (f"; F1 {by_label}" if by_label else "")
 
 
 def checked(y_NK: Array, labels: Sequence[str]) -> Array:

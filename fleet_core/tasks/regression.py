@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
+from fleet_core.tasks.measured import Measured, Measures
 
 Array = np.ndarray[Any, Any]
 
@@ -23,6 +24,8 @@ LOSSES = ("huber", "squared")
 MAX_OUTPUTS = 1000
 MEASURE = "MAE"
 """The mean absolute error, which listings show."""
+NAMES = {"mae": MEASURE, "r2": "R²"}
+"""Of the measures, for people."""
 SUMS = ("absolute", "squared", "total", "squares")
 """Names of the sums over samples from which the measures follow (``Errors``)."""
 
@@ -70,12 +73,27 @@ class Regression:
         found: Array = np.asarray(answers_NK, np.float64) * self.deviation + self.mean
         return found
 
-    def sums(self, errors: Errors) -> dict[str, tuple[float, ...]]:
-        """The sums of ``errors``, by name, as they travel and are stored."""
-        return {name: tuple(map(float, getattr(errors, name))) for name in SUMS}
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of what samples come with to learn from."""
+        return self.outputs
 
-    def errors(self, count: int, sums: Mapping[str, Sequence[float]]) -> Errors:
-        """The inverse of ``sums``, for ``count`` samples. Raises DataError for sums that no samples have."""
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Options with which ``samples.load`` reads the task's samples."""
+        return {"outputs": self.outputs}
+
+    @property
+    def told(self) -> str:
+        """What the model answers, for people."""
+        return f"predicts {', '.join(self.outputs)}"
+
+    def measured(self, y_NK: Array, answers_NK: Array) -> Measured:
+        """Of answers to samples, both in the user's unit. Raises DataError as ``Errors.of``."""
+        return self._shown(Errors.of(self, y_NK, answers_NK))
+
+    def of_sums(self, count: int, sums: Mapping[str, Sequence[float]]) -> Measured:
+        """The inverse of ``Measured.sums``, for ``count`` samples. Raises DataError for sums that no samples have."""
         if count < 1 or sums.keys() != set(SUMS) or any(len(one) != len(self.outputs) for one in sums.values()):
             raise DataError(f"the sums {', '.join(sums)[:80]} over {count} samples",
                             expected=f"{', '.join(SUMS)}, each of {len(self.outputs)} numbers, over samples")
@@ -84,15 +102,16 @@ class Regression:
             raise DataError("the sums of errors are not finite")
         if any((arrays[name] < 0).any() for name in SUMS if name != "total"):
             raise DataError("the sums of errors are negative")
-        return Errors(self.mean, count, **arrays)
+        return self._shown(Errors(self.mean, count, **arrays))
+
+    def _shown(self, errors: Errors) -> Measured:
+        figures = self.figures(errors)
+        sums = {name: tuple(map(float, getattr(errors, name))) for name in SUMS}
+        return Measured(errors.count, sums, figures, text_of(figures), self.distance(errors))
 
     def figures(self, errors: Errors) -> dict[str, dict[str, float]]:
         """``measures`` of ``errors``."""
         return measures(self.outputs, errors)
-
-    def text(self, errors: Errors) -> str:
-        """The ``MEASURE`` for people: ``speed 1.25, load 0.031``."""
-        return text_of(self.figures(errors).get("mae", {}))
 
     def distance(self, errors: Errors) -> float:
         """By which models are compared, lower is better: the mean absolute error in deviations of the targets, over
@@ -169,15 +188,22 @@ def measures(outputs: Sequence[str], errors: Errors) -> dict[str, dict[str, floa
     return {measure: values for measure, values in found.items() if values}
 
 
-def of_sums(outputs: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> Errors:
-    """The errors of several devices' ``sums``, one or more, each with its number of samples."""
+def pooled(outputs: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> tuple[int, Measures]:
+    """(samples, measures) of several devices' ``Measured.sums``, one or more, each with its number of samples."""
     arrays = {name: np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS}
-    return Errors((0.0,) * len(outputs), sum(count for count, _ in rows), **arrays)
+    errors = Errors((0.0,) * len(outputs), sum(count for count, _ in rows), **arrays)
+    return errors.count, measures(outputs, errors)
 
 
-def text_of(mae: Mapping[str, float]) -> str:
-    """The ``MEASURE`` by output, for people."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in mae.items())
+def text_of(found: Measures) -> str:
+    """The ``MEASURE`` by output, for people: ``speed 1.25, load 0.031``."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in found.get("mae", {}).items())
+
+
+def whole_text(found: Measures) -> str:
+    """All measures: ``MAE speed 1.25; R² speed 0.950``."""
+    r2 = ", ".join(f"{name} {value:.3f}" for name, value in found.get("r2", {}).items())
+    return f"{MEASURE} {text_of(found)}" + (f"; R² {r2}" if r2 else "")
 
 
 def _targets(y_NK: Array, width: int) -> Array:

@@ -19,7 +19,7 @@ from cloud_server.laboratory.compare.comparison import (
     number_text,
 )
 from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, NOVEL
-from fleet_core.tasks.task import OF_MEASURES
+from fleet_core.tasks.task import NAMES
 
 MOST_OUTPUTS = 4
 """Measures of single numbers in a line of the terminal."""
@@ -103,7 +103,7 @@ def columns(comparison: Comparison) -> list[tuple[str, str]]:
 def of_outputs(comparison: Comparison) -> list[tuple[str, str]]:
     """(key, title) of the measures of each number that the models predict: ``mae speed``, MAE speed."""
     found = {key: None for entry in comparison.entries for key in entry.final[DEVICES] if key.partition(" ")[2]}
-    return [(key, f"{OF_MEASURES.get(name, name)} {output}") for key in found
+    return [(key, f"{NAMES.get(name, name)} {output}") for key in found
             for name, _, output in [key.partition(" ")]]
 
 

@@ -69,13 +69,13 @@ def test_without_labelled_anomalies_there_is_no_auroc() -> None:
 
 
 def test_sums_travel_and_are_added() -> None:
-    task, several = Anomaly(1), [Alarms.of(Anomaly(1), *drawn(seed)) for seed in range(2)]
-    rows = [(one.count, task.sums(one)) for one in several]
-    back = task.alarms(*rows[0])
-    assert anomaly.measures(back) == anomaly.measures(several[0])
-    both = anomaly.of_sums(rows)
-    assert both.count == several[0].count + several[1].count
-    assert both.pairs[0] == several[0].pairs[0] + several[1].pairs[0]
+    task = Anomaly(1)
+    several = [task.measured(*drawn(seed)) for seed in range(2)]
+    assert task.of_sums(several[0].samples, several[0].sums).figures == several[0].figures
+    samples, figures = anomaly.pooled(task.outputs, [(one.samples, one.sums) for one in several])
+    assert samples == several[0].samples + several[1].samples
+    pairs, above = (sum(one.sums["pairs"][k] for one in several) for k in range(2))
+    assert figures["auroc"]["all"] == pytest.approx(above / pairs)
 
 
 @pytest.mark.parametrize(("changed", "count"), [
@@ -85,9 +85,9 @@ def test_sums_travel_and_are_added() -> None:
 ])
 def test_sums_that_no_samples_have_are_refused(changed: dict[str, tuple[float, ...]], count: int) -> None:
     right = {"quiet": (2.0, 1.0, 1.0, 1.0), "anomaly": (1.0, 1.0, 2.0, 1.5), "pairs": (2.0, 1.5)}
-    assert Anomaly(1).alarms(3, right).count == 3
+    assert Anomaly(1).of_sums(3, right).samples == 3
     with pytest.raises(DataError, match="sums"):
-        Anomaly(1).alarms(count, {**right, **changed})
+        Anomaly(1).of_sums(count, {**right, **changed})
 
 
 def test_a_task_is_read_as_it_was_written() -> None:

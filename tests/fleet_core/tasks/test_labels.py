@@ -12,7 +12,6 @@ from fleet_core.base.errors import BundleError, DataError
 from fleet_core.model.layout import Layout
 from fleet_core.tasks import labels
 from fleet_core.tasks.labels import LabelCounts, MultiLabel, sigmoid
-from fleet_core.tasks.task import measured, measures_of, of_sums, text_of, whole_text
 
 RNG = np.random.default_rng(4)
 TASK = MultiLabel(("speech", "music", "rain"))
@@ -36,32 +35,32 @@ def test_measures_are_those_of_their_definitions() -> None:
 
 
 def test_counts_of_devices_are_added_to_those_of_all_samples() -> None:
-    whole, parts = measured(TASK, Y, P), [measured(TASK, Y[:20], P[:20]), measured(TASK, Y[20:], P[20:])]
-    samples, figures = measures_of(TASK.kind, TASK.outputs, [(one.samples, one.sums) for one in parts])
+    whole, parts = TASK.measured(Y, P), [TASK.measured(Y[:20], P[:20]), TASK.measured(Y[20:], P[20:])]
+    samples, figures = labels.pooled(TASK.outputs, [(one.samples, one.sums) for one in parts])
     assert samples == 50
     assert figures == whole.figures
 
 
 def test_counts_travel_as_json_and_come_back() -> None:
-    whole = measured(TASK, Y, P)
+    whole = TASK.measured(Y, P)
     sent = json.loads(json.dumps(whole.sums))
-    assert of_sums(TASK, whole.samples, sent).figures == whole.figures
+    assert TASK.of_sums(whole.samples, sent).figures == whole.figures
 
 
 def test_a_label_that_nobody_met_has_no_f1_and_silence_where_there_is_none_is_right() -> None:
     none = np.zeros((4, 3))
-    found = measured(TASK, none, none)
+    found = TASK.measured(none, none)
     assert found.figures == {"micro_f1": {"all": 1.0}, "exact_match": {"all": 1.0}}
     assert found.distance == 0.0
     one = np.array([[1, 0, 0.0]])
-    assert measured(TASK, one, one).figures["f1"] == {"speech": 1.0}
-    assert measured(TASK, one, none[:1]).figures["f1"] == {"speech": 0.0}
+    assert TASK.measured(one, one).figures["f1"] == {"speech": 1.0}
+    assert TASK.measured(one, none[:1]).figures["f1"] == {"speech": 0.0}
 
 
 def test_figures_are_said_in_words() -> None:
-    figures = measured(TASK, Y, Y).figures
-    assert text_of(TASK.kind, figures) == "1.000"
-    assert whole_text(TASK.kind, figures) == ("micro-F1 1.000, macro-F1 1.000, exact match 1.000; F1 speech 1.000, "
+    figures = TASK.measured(Y, Y).figures
+    assert labels.text_of(figures) == "1.000"
+    assert labels.whole_text(figures) == ("micro-F1 1.000, macro-F1 1.000, exact match 1.000; F1 speech 1.000, "
                                               "music 1.000, rain 1.000")
 
 
