@@ -287,7 +287,6 @@ def predict_command(
     from cloud_server.identity import fleet_certificates
     from cloud_server.records.fleet_folder import Fleet
     from fleet_core.data import unlabelled
-    from fleet_core.tasks.labels import rows as label_rows
 
     made = Fleet.load(fleet)
     topics.check_name(device, "device")
@@ -300,16 +299,8 @@ def predict_command(
     if as_json:
         return terminal.show(schema.plain(answer))
     said = f"{device}: meta-model of round {answer.round}, personalization: {answer.personalization}"
-    if answer.label_sets:
-        terminal.table(label_rows(answer.outputs, answer.label_sets, answer.probabilities),
-                       ("sample", "labels", "probabilities"))
-        return processes.say(said)
-    if answer.alarms:
-        terminal.table(answer.scored, ("sample", "score", "threshold", "alarm"))
-        return processes.say(said)
-    if answer.outputs:
-        terminal.table([(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)],
-                       ("sample", *answer.outputs))
+    if answer.of_task is not None:
+        terminal.table(*answer.of_task)
         return processes.say(said)
     unknown = answer.unknown or (False,) * len(answer.labels)
     rows = [(str(n), label + " (unknown)" * unknown[n], " ".join(f"{p:.3f}" for p in row))

@@ -24,7 +24,6 @@ from fleet_core.base.errors import CodecError, ConfigError, DataError, StateErro
 from fleet_core.board.device_settings import Personalize, Settings, settings_of
 from fleet_core.data import samples, unlabelled
 from fleet_core.protocol.device_messages import Answer
-from fleet_core.tasks import labels as labels_table
 from fleet_core.tasks.anomaly import NO_THRESHOLD, QUIET, Anomaly
 from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.task import Task
@@ -178,18 +177,10 @@ def predict(inputs: Path, home: Path, as_json: bool) -> None:
     classes = answer.classes or service.layout.classes
     if as_json:
         return terminal.show(schema.plain(answer))
-    if answer.label_sets:
-        found = labels_table.rows(answer.outputs, answer.label_sets, answer.probabilities)
-        terminal.table(found, ("sample", "labels", "probabilities"))
-        return _say_model(answer)
-    if answer.alarms:
-        terminal.table(answer.scored, ("sample", "score", "threshold", "alarm"))
-        return _say_model(answer)
-    if isinstance(layout.task, Anomaly):
+    if isinstance(layout.task, Anomaly) and not answer.alarms:
         processes.say(NO_THRESHOLD)
-    if answer.outputs:
-        numbers = [(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(answer.values)]
-        terminal.table(numbers, ("sample", *answer.outputs))
+    if answer.of_task is not None:
+        terminal.table(*answer.of_task)
         return _say_model(answer)
     rows = [
         (str(n), label + _mark(answer, n), " ".join(f"{name} {p:.3f}" for name, p in zip(classes, row, strict=True)))

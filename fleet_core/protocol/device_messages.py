@@ -297,10 +297,22 @@ class Answer:
     alarms: tuple[bool, ...] = field(default=(), metadata={"sparse": True})
 
     @property
-    def scored(self) -> list[tuple[str, str, str, str]]:
-        """Number, score, threshold and alarm of each sample, for people."""
-        return [(str(n), f"{row[0]:.6g}", f"{self.threshold:.6g}", "ALARM" if alarm else "-")
-                for n, (row, alarm) in enumerate(zip(self.values, self.alarms, strict=True))]
+    def of_task(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]] | None:
+        """A table for people, a row for each sample, and its headings; None of classes."""
+        if self.label_sets:
+            return [
+                (str(n), ", ".join(labels) or "none",
+                 " ".join(f"{name} {p:.3f}" for name, p in zip(self.outputs, row, strict=True)))
+                for n, (labels, row) in enumerate(zip(self.label_sets, self.probabilities, strict=True))
+            ], ("sample", "labels", "probabilities")
+        if self.alarms:
+            return [(str(n), f"{row[0]:.6g}", f"{self.threshold:.6g}", "ALARM" if alarm else "-")
+                    for n, (row, alarm) in enumerate(zip(self.values, self.alarms, strict=True))
+                    ], ("sample", "score", "threshold", "alarm")
+        if self.outputs:
+            return [(str(n), *map("{:.6g}".format, row)) for n, row in enumerate(self.values)
+                    ], ("sample", *self.outputs)
+        return None
 
     @property
     def samples(self) -> int:

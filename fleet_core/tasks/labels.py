@@ -140,17 +140,6 @@ def sigmoid(logits: Array) -> Array:
     return np.asarray(0.5 * (1 + np.tanh(0.5 * np.asarray(logits, np.float64))))
 
 
-def rows(labels: Sequence[str], sets: Sequence[Sequence[str]], probabilities: Sequence[Sequence[float]]) -> (
-    list[tuple[str, str, str]]
-):
-    """Answers for people: the sample's number, its labels, and the probability of each label."""
-    return [
-        (str(n), ", ".join(answered) or "none",
-         " ".join(f"{name} {p:.3f}" for name, p in zip(labels, row, strict=True)))
-        for n, (answered, row) in enumerate(zip(sets, probabilities, strict=True))
-    ]
-
-
 def measures(labels: Sequence[str], counts: LabelCounts) -> dict[str, dict[str, float]]:
     """``micro_f1``, ``macro_f1`` and ``exact_match`` of ``all`` labels, and ``f1`` by label; what is not defined is
     left out."""

@@ -549,3 +549,15 @@ def test_the_rule_chooses_what_the_list_chooses():
 
 def test_an_unknown_rule_asks_nobody():
     assert not cohort.includes(Cohort(rule="by-moonlight", limit="f" * 16), 1, "d0")
+
+
+def test_answers_of_tasks_are_tables_for_people() -> None:
+    several = Answer(outputs=("speech", "rain"), label_sets=((), ("rain",)), probabilities=((0.1, 0.2), (0.0, 1.0)))
+    assert several.of_task == ([("0", "none", "speech 0.100 rain 0.200"), ("1", "rain", "speech 0.000 rain 1.000")],
+                               ("sample", "labels", "probabilities"))
+    score = Answer(outputs=("score",), values=((0.5,), (2.0,)), threshold=1.0, alarms=(False, True))
+    assert score.of_task == ([("0", "0.5", "1", "-"), ("1", "2", "1", "ALARM")],
+                             ("sample", "score", "threshold", "alarm"))
+    numbers = Answer(outputs=("speed",), values=((120.5,),))
+    assert numbers.of_task == ([("0", "120.5")], ("sample", "speed"))
+    assert Answer(labels=("a",), probabilities=((1.0,),)).of_task is None

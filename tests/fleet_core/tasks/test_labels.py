@@ -84,8 +84,6 @@ def test_logits_of_any_size_become_probabilities() -> None:
     np.testing.assert_allclose(sigmoid(np.array([-1e5, -2.0, 0.0, 2.0, 1e5])),
                                [0, 1 / (1 + np.exp(2)), 0.5, 1 / (1 + np.exp(-2)), 1])
     assert TASK.chosen([0.5, 0.49, 0.9]) == ("speech", "rain")
-    assert labels.rows(TASK.outputs, [(), ("rain",)], [[0.1, 0.2, 0.3], [0, 0, 1]])[0] == (
-        "0", "none", "speech 0.100 music 0.200 rain 0.300")
 
 
 def test_a_layout_with_labels_is_read_again_and_an_unknown_task_is_refused() -> None:
