@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -111,16 +110,11 @@ def anomaly_task(samples: Samples, spec: InputSpec, normal: Sequence[str], per_d
     """The task of quiet samples. per_day: the wanted number of false alarms a day; None: the default share of samples.
     Raises DataError if samples are too large to be repeated, or if the time from one to the next is needed and not
     known."""
-    width = math.prod(spec.shape)
-    if width > anomaly.MAX_WIDTH:
-        raise DataError(f"has samples of {width} numbers", where="--data",
-                        expected=f"at most {anomaly.MAX_WIDTH} numbers in a sample",
-                        hint="a shorter window, a smaller --size, or --backbone")
-    seconds = _seconds_between(samples, spec)
+    task, seconds = Anomaly.of(spec.shape, normal), _seconds_between(samples, spec)
     if per_day is not None and not seconds:
         raise DataError("has no times, so false alarms a day cannot be counted", where="--data",
                         expected="a column 'time' in seconds, or --rate", hint="leave out --false-alarms")
-    return Anomaly(width, tuple(normal), false_alarms_per_day=per_day or 0.0, seconds=seconds)
+    return replace(task, false_alarms_per_day=per_day or 0.0, seconds=seconds)
 
 
 def _seconds_between(samples: Samples, spec: InputSpec) -> float:

@@ -157,8 +157,9 @@ def _plan(
         return terminal.show(facts)
     for warning in facts["warnings"]:
         processes.say(f"warning: {warning}")
+    answers = f"{facts['classes']} classes" if experiment.model.classes else f"the task {facts['task']}"
     print(f"{facts['devices']} devices that train, {facts['cohort']} asked a round; {facts['new_devices']} new ones, "
-          f"{facts['novel_devices']} with novel classes; {facts['samples']} samples of {facts['classes']} classes; "
+          f"{facts['novel_devices']} with novel classes; {facts['samples']} samples of {answers}; "
           f"model {facts['model']}, {facts['parameters']:,} parameters; {facts['rounds']} rounds at most")
     terminal.table([(one["run"], one["method"], one["hyper"], str(one["seed"]), one["state"]) for one in facts["runs"]],
                    ("run", "method", "settings", "seed", "state"))
@@ -183,7 +184,7 @@ def _checked_plan(
     layout = workloads.layout_of(experiment, workload)
     return {
         "devices": len(workload.train), "new_devices": len(workload.new), "novel_devices": len(workload.novel),
-        "samples": len(workload.samples), "classes": len(workload.classes),
+        "samples": len(workload.samples), "classes": len(workload.classes), "task": experiment.model.task,
         "cohort": experiment.cohort or len(workload.train), "rounds": experiment.budget.rounds,
         "model": experiment.model.name, "parameters": sum(tensor.size for tensor in layout.tensors),
         "warnings": warnings, "runs": [_planned_run(run, Store(out / run.name)) for run in runs],
@@ -204,12 +205,13 @@ def compare(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for the page, pictures and tables.")],
     target: Annotated[
         list[float] | None,
-        typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy, or error of "
-                     "numbers; may be repeated."),
+        typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy, or the figure of "
+                     "a task in its place; may be repeated."),
     ] = None,
     target_of: Annotated[
         str, typer.Option(metavar="FIGURE", help="The figure that must reach --target, over the devices that train: "
-                                                 "accuracy (mean) or macro-f1 (pooled); error of numbers.")
+                                                 "accuracy (mean) or macro-f1 (pooled); of a task without classes "
+                                                 "error, micro-f1, auroc or difference.")
     ] = "accuracy",
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Compute gains over this run; default: Per-FedAvg.")

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 
 from cloud_server.choices import codec_catalogue
 from cloud_server.choices.first_settings import toml_with_defaults
-from cloud_server.laboratory.advise import error_baselines, simple_baselines
+from cloud_server.laboratory.advise import simple_baselines, task_baselines
 from cloud_server.laboratory.advise.candidates import Candidate, candidates, label_of
-from cloud_server.laboratory.advise.error_baselines import ErrorBaselines
 from cloud_server.laboratory.advise.recommendation import CODEC, Advice, baseline_facts, decide, federated, together
 from cloud_server.laboratory.advise.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
+from cloud_server.laboratory.advise.task_baselines import TaskBaselines
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.finished_runs import FinishedRun
 from cloud_server.laboratory.plan import experiment as experiments
@@ -213,15 +213,15 @@ class _Work:
         return candidates(coded, self._cohort)
 
     def _near_chance(self, one: Candidate, rounds: int) -> bool:
-        if isinstance(self.simple, ErrorBaselines):
-            return one.error is not None and self.simple.near_mean(one.error)
+        if isinstance(self.simple, TaskBaselines):
+            return one.pooled_figure is not None and self.simple.near_constant(one.pooled_figure)
         return one.pooled is not None and bool(self.simple.near_chance(one.name, one.pooled, one.loss, rounds))
 
     @cached_property
-    def simple(self) -> SimpleBaselines | ErrorBaselines:
+    def simple(self) -> SimpleBaselines | TaskBaselines:
         if self._workload.task is None:
             return simple_baselines.on_test_samples(self._workload)
-        return error_baselines.on_test_samples(self._workload)
+        return task_baselines.on_test_samples(self._workload)
 
     def _other_models(self, labels: Sequence[str], rounds: int, first: Sequence[FinishedRun]) -> list[FinishedRun]:
         """Runs the best methods with further models. ``logistic``, which is only a head, needs methods that share
@@ -311,7 +311,7 @@ class _Work:
         cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
                       if value is not None)
         if task is not None:
-            cut += f" --task {KIND} --loss {task.loss}"
+            cut += f" --task {KIND} --loss {options.loss}"
             cut += f" --outputs {typed(','.join(options.outputs))}" if options.outputs else ""
         command = (f"metafleet init FLEET --data {typed(options.data)}{cut} --method {one.method} --model {model.name} "
                    f"--rounds {rounds}")
