@@ -12,6 +12,7 @@ import numpy as np
 
 from cloud_server.choices import codec_catalogue, method_catalogue
 from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, KeepSection, LinkSection
+from fleet_core.algorithms.interface import Method
 from fleet_core.base import config, schema
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data import model_input
@@ -208,11 +209,10 @@ def fleet_toml(
     task: Task | None = quiet
     if samples.outputs:
         task = MultiLabel(samples.outputs) if labels else Regression.of(samples.outputs, samples.y, loss or LOSSES[0])
-    hyper = method_catalogue.named(method).hyper()
+    named = method_catalogue.named(method)
     if quiet is not None:
         model_options = model_options or (REPEATING_OPTIONS if model in (None, REPEATING) else None)
         model = model or REPEATING
-        hyper = hyper if method_catalogue.named(method).personalizer == "moreau" else _repeating(hyper)
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(
         {
@@ -227,13 +227,16 @@ def fleet_toml(
             },
             "link": codec_catalogue.chosen(codec) if codec else {},
             "train": dict(train or {}),
-            "hyper": schema.plain(hyper),
+            "hyper": schema.plain(first_hyper(named, repeating=quiet is not None)),
         }
     )
 
 
-def _repeating(hyper: Any) -> Any:
-    """Hyper-parameters with the rates of models that repeat samples."""
+def first_hyper(method: Method, *, repeating: bool) -> Any:
+    """The method's hyper-parameters for a first fleet: its defaults, and the rates of models that repeat samples."""
+    hyper = method.hyper()
+    if not repeating or method.personalizer == "moreau":
+        return hyper
     without = () if getattr(hyper, "finetune_steps", 0) else ("finetune_lr",)
     known = {f.name for f in fields(hyper)}.difference(without)
     return replace(hyper, **{name: rate for name, rate in REPEATING_RATES.items() if name in known})

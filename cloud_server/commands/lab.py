@@ -254,12 +254,17 @@ def advise(
     board: Annotated[str | None, typer.Option(help="A board profile or its file, to estimate joules.")] = None,
     codecs: Annotated[str | None, typer.Option(metavar="NAME,UP/DOWN,…", help="Codecs to try with the best method, or "
                                                "none; default: int8,int4,ternary,topk-10.")] = None,
-    task: Annotated[str, typer.Option(metavar="classes|regression", help="What the models answer: a class, or one or "
-                                      "several numbers.")] = "classes",
+    task: Annotated[str, typer.Option(metavar="classes|regression|multi-label|anomaly", help="What the models answer: "
+                                      "a class, numbers, any number of labels, or how unlike quiet samples a sample "
+                                      "is.")] = "classes",
     outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
                                                 "numbers.")] = None,
     loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default "
                                              "huber.")] = None,
+    labels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task multi-label: names of the "
+                                               "labels.")] = None,
+    normal: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task anomaly: the labels of quiet "
+                                               "samples.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the runs; default: advice-DATA.")] = None,
     as_json: JSON = False,
 ) -> None:
@@ -270,13 +275,13 @@ def advise(
     from cloud_server.laboratory.advise import short_comparison as advising
     from cloud_server.laboratory.plan import experiment as experiments
     from fleet_core.base import storage
-    from fleet_core.tasks.regression import LOSSES
 
     _check_choice("--task", task, experiments.TASKS)
     folder = out or Path(f"advice-{Path(data).stem}")
     tried = advising.CODECS_TRIED if codecs is None else codec_catalogue.several(codecs)
-    options = advising.Options(data, budget_minutes, board, window, stride, tried,
-                               first_settings.wanted_outputs(task, outputs, loss), loss or LOSSES[0])
+    names = first_settings.wanted_outputs(task, outputs, loss, labels, normal)
+    options = advising.Options(data, budget_minutes, board, window, stride, tried, task,
+                               names or first_settings.wanted_normal(task, normal) or (), loss or experiments.LOSSES[0])
     outcome = _advice_on(options, folder)
     facts = {**recommendation.to_json(outcome.advice), "facts": outcome.facts,
              "sentences": recommendation.sentences(outcome.advice, outcome.facts)}

@@ -323,7 +323,7 @@ def test_a_real_advice_on_numbers_prefers_the_smaller_error(tmp_path: Path, monk
         return simulate.simulate(asked, folder, simulate.Options(jobs=1, device="cpu")), []
 
     data = of_numbers(tmp_path / "mine.npz")
-    options = Options(data, 60, codecs=("int8",), outputs=(), loss="squared")
+    options = Options(data, 60, codecs=("int8",), task="regression", loss="squared")
     assert options.methods == ("local", "fedavg-meta", "per-fedavg-fo")
     found = advising.advise(options, tmp_path / "out", engine, cores=1)
     scores = [one.score.mean for one in found.advice.ranked]
@@ -350,14 +350,14 @@ def test_a_real_advice_on_numbers_prefers_the_smaller_error(tmp_path: Path, monk
 
 def test_an_advice_on_targets_that_never_change_is_refused(tmp_path: Path) -> None:
     data = of_numbers(tmp_path / "mine.npz")
-    assert recordings(data, outputs=()).remarks == ()
-    assert recordings(data, outputs=("load",)).section["outputs"] == ["load"]
+    assert recordings(data, task="regression").remarks == ()
+    assert recordings(data, task="regression", names=("load",)).section["outputs"] == ["load"]
     with np.load(data) as held:
         np.savez(tmp_path / "same.npz", **{**held, "y": np.ones((6 * ROWS, 2)) * 3.5})
     with pytest.raises(DataError, match="targets never change"):
-        recordings(str(tmp_path / "same.npz"), outputs=())
+        recordings(str(tmp_path / "same.npz"), task="regression")
     with pytest.raises(DataError, match="is a named set, which has classes"):
-        recordings("heartbeat", outputs=())
+        recordings("heartbeat", task="regression")
 
 
 def test_a_model_that_is_no_better_than_the_mean_or_ridge_regression_is_named() -> None:
