@@ -178,6 +178,14 @@ def wanted_outputs(
     return _named(outputs)
 
 
+def tried_task(outputs: Sequence[str] | None, labels: bool, loss: str | None) -> dict[str, Any] | None:
+    """Of numbers or labels, as keys of an experiment's table ``model``; None for classes. outputs, labels, loss: as in
+    ``load_data`` and ``fleet_toml``."""
+    if outputs is None:
+        return None
+    return {"task": LABELS} if labels else {"task": KIND, "loss": loss or LOSSES[0]}
+
+
 def wanted_normal(task: str, normal: str | None) -> tuple[str, ...] | None:
     """The labels of quiet samples that ``--normal`` names; None for another task."""
     return _named(normal) if task == anomaly.KIND else None

@@ -355,9 +355,11 @@ def _next_steps(outcome: Outcome, folder: Path) -> Iterator[str]:
         yield f"or, with the defaults of a fleet for the rest: {outcome.command}"
 
 
-def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> Model | None:
+def choose_model(
+    samples: Samples, spec: InputSpec, method: str, seed: int, task: dict[str, Any] | None = None
+) -> Model | None:
     """The model chosen by a short trial on these samples, after printing the trial's table and warnings; None, with a
-    reason on stderr, if no trial is possible."""
+    reason on stderr, if no trial is possible. task: as in ``model_trial.try_models``."""
     try:
         from cloud_server.laboratory.advise import model_trial
     except ModuleNotFoundError:
@@ -368,7 +370,7 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
         processes.say(f"no model was tried: {why}")
         return None
     try:
-        found = model_trial.try_models(samples, spec, method, seed=seed, say=processes.say)
+        found = model_trial.try_models(samples, spec, method, seed=seed, say=processes.say, task=task)
     except DataError as error:
         processes.say(f"no model was tried: {error.what}")
         return None
@@ -377,8 +379,9 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
     if found.chosen is None:
         processes.say("no model could be tried: the default for samples of this shape is used")
         return None
-    terminal.table(found.rows(), model_trial.COLUMNS)
-    print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
+    terminal.table(found.rows(), found.columns)
+    figures = " and ".join(found.columns[1:-len(model_trial.COSTS)])
+    print(f"* is taken; {figures} on {found.on}; bytes of one device, up and down")
     for text in found.warnings:
         print(f"warning: {text}")
     return found.chosen.model

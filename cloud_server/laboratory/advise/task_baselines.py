@@ -80,10 +80,20 @@ class TaskBaselines:
 
 def on_test_samples(work: Workload) -> TaskBaselines:
     """The baselines on the test samples of the devices that train."""
+    return _measured(work, [(work.own(one), work.later(one)) for one in work.train])
+
+
+def on_new_devices(work: Workload, support: float, seed: int) -> TaskBaselines:
+    """The baselines on the query samples of new devices, which learn from a share ``support`` of their samples."""
+    return _measured(work, [work.divided(one, support, seed) for one in work.new])
+
+
+def _measured(work: Workload, devices: Sequence[tuple[Part, Part]]) -> TaskBaselines:
+    """devices: (what it learns from, samples to evaluate on) of each evaluated device."""
     task = work.task
     assert task is not None
-    found, devices = dict[str, Mapping[str, float]](), [(work.own(one), work.later(one)) for one in work.train]
-    for key, answers in MAKERS[task.kind](work, [own for own, _ in devices]).items():
+    found = dict[str, Mapping[str, float]]()
+    for key, answers in MAKERS[task.kind](work, [work.own(one) for one in work.train]).items():
         measured = [task.measured(later.y, answers(own, later.x)) for own, later in devices]
         found[key] = together(task, [one for one in measured if one.samples]).compared
     figure = next(one for one in KINDS[task.kind].COMPARED if all(one.key in known for known in found.values()))

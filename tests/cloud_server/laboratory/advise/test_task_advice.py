@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cloud_server.choices.first_settings import load_data, tried_task
+from cloud_server.commands import cli, lab
+from cloud_server.laboratory.advise import model_trial, task_baselines
 from cloud_server.laboratory.advise import recordings as reading
 from cloud_server.laboratory.advise import short_comparison as advising
-from cloud_server.laboratory.advise import task_baselines
 from cloud_server.laboratory.advise.recommendation import sentences, table, to_json
 from cloud_server.laboratory.advise.recordings import REPEATING_MODELS, Model, recordings
 from cloud_server.laboratory.advise.short_comparison import Options
@@ -22,10 +25,11 @@ from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run import simulate
 from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config
-from fleet_core.base.errors import DataError
+from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.tasks import anomaly, labels
 from fleet_core.tasks.anomaly import Anomaly
 from fleet_core.tasks.labels import MultiLabel
+from tests.cloud_server.laboratory.advise.test_advise import of_numbers
 from tests.cloud_server.laboratory.run.test_simulated_tasks import COUNT, OF_ANOMALIES, OF_LABELS, Kind
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
@@ -71,6 +75,39 @@ def test_a_real_advice_ranks_by_the_tasks_figure_beside_plain_models(
     wanted = {"multi-label": MultiLabel(("low", "high")), "anomaly": Anomaly(16, ("N",))}
     assert settings.model.task == wanted[name]
     assert settings.model.classes == ()
+
+
+@pytest.mark.parametrize(("name", "figure"), [("regression", "MAE in deviations"), ("multi-label", "micro-F1")])
+def test_init_tries_models_by_the_tasks_figure_and_names_plain_ones_that_are_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, figure: str
+) -> None:
+    monkeypatch.setattr(model_trial, "MAX_ROUNDS", 1)
+    tried = (Model("mlp", "mlp", {"hidden": [8]}), Model("mlp-4", "mlp", {"hidden": [4]}))
+    monkeypatch.setattr(model_trial, "models_for", lambda samples: tried)
+    if name == "multi-label":
+        data, labelled, plain = str(OF_LABELS.recordings(tmp_path / "mine.npz", 4)), True, "own_logistic"
+    else:
+        data, labelled, plain = of_numbers(tmp_path / "mine.npz"), False, "ridge"
+    samples, spec = load_data(data, outputs=(), labels=labelled)
+    chosen = lab.choose_model(samples, spec, "fedavg", 0, tried_task((), labelled, None))
+    assert chosen in tried
+    printed = capsys.readouterr()
+    assert f"{figure} " in printed.out
+    assert "accuracy" not in printed.out
+    assert task_baselines.TITLES[plain] in printed.out
+    (warning,) = [line for line in printed.out.splitlines() if "without a fleet, has" in line]
+    assert f"{figure} " in warning
+    assert "a trial of mlp, mlp-4 on" in printed.err
+
+
+def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
+    samples, _ = load_data(str(OF_LABELS.recordings(tmp_path / "l.npz", 4)), outputs=(), labels=True)
+    assert model_trial.reason_to_skip(samples) == ""
+    same = replace(samples, y=np.ones_like(samples.y))
+    assert model_trial.reason_to_skip(same) == "no client has samples that differ in what is to be learned"
+    with pytest.raises(ConfigError, match="no models are tried on quiet samples alone"):
+        cli.init(tmp_path / "fleet", str(OF_ANOMALIES.recordings(tmp_path / "a.npz")), task="anomaly", normal="N",
+                 trial=True)
 
 
 def built(kind: Kind, path: Path) -> Workload:
