@@ -104,10 +104,12 @@ def columns(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def of_outputs(comparison: Comparison) -> list[tuple[str, str]]:
-    """(key, title) of a task's measures over all samples: ``mae speed``, MAE speed; ``macro_f1 all``, macro-F1."""
+    """(key, title) of a task's measures over all samples, in the order of ``NAMES``: ``mae speed``, MAE speed;
+    ``macro_f1 all``, macro-F1. That by which runs are compared is left out: its mean over the devices is shown."""
     found = {key: None for entry in comparison.entries for key in entry.final[DEVICES] if key.partition(" ")[2]}
-    return [(key, f"{NAMES.get(name, name)} {'' if output == 'all' else output}".rstrip()) for key in found
-            for name, _, output in [key.partition(" ")]]
+    named = [(key, name, key.removeprefix(f"{name} ")) for name in NAMES if name != comparison.measured
+             for key in found if key.startswith(f"{name} ")]
+    return [(key, NAMES[name] if output == "all" else f"{NAMES[name]} {output}") for key, name, output in named]
 
 
 def less_is_better(comparison: Comparison, key: str) -> bool | None:
