@@ -108,7 +108,8 @@ def compare(
         targets: values of ``target_of``, as shares; default: those of the experiments, or what the runs reached.
         baseline: label of the run that gains are computed over; default: Per-FedAvg.
         mixed: allow runs of different data or models.
-        target_of: accuracy (mean over the devices that train) or macro-f1 (pooled); error of runs that predict numbers.
+        target_of: accuracy (mean over the devices that train) or macro-f1 (pooled); of a task without classes error,
+            micro-f1, auroc or difference.
 
     Raises ConfigError for runs that cannot be compared.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -13,6 +12,7 @@ import numpy as np
 
 from cloud_server.choices import codec_catalogue, method_catalogue
 from cloud_server.records.fleet_settings import NOTES, FleetRobustSection, FleetSection, KeepSection, LinkSection
+from fleet_core.algorithms.interface import Method
 from fleet_core.base import config, schema
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data import model_input
@@ -111,16 +111,11 @@ def anomaly_task(samples: Samples, spec: InputSpec, normal: Sequence[str], per_d
     """The task of quiet samples. per_day: the wanted number of false alarms a day; None: the default share of samples.
     Raises DataError if samples are too large to be repeated, or if the time from one to the next is needed and not
     known."""
-    width = math.prod(spec.shape)
-    if width > anomaly.MAX_WIDTH:
-        raise DataError(f"has samples of {width} numbers", where="--data",
-                        expected=f"at most {anomaly.MAX_WIDTH} numbers in a sample",
-                        hint="a shorter window, a smaller --size, or --backbone")
-    seconds = _seconds_between(samples, spec)
+    task, seconds = Anomaly.of(spec.shape, normal), _seconds_between(samples, spec)
     if per_day is not None and not seconds:
         raise DataError("has no times, so false alarms a day cannot be counted", where="--data",
                         expected="a column 'time' in seconds, or --rate", hint="leave out --false-alarms")
-    return Anomaly(width, tuple(normal), false_alarms_per_day=per_day or 0.0, seconds=seconds)
+    return replace(task, false_alarms_per_day=per_day or 0.0, seconds=seconds)
 
 
 def _seconds_between(samples: Samples, spec: InputSpec) -> float:
@@ -183,6 +178,14 @@ def wanted_outputs(
     return _named(outputs)
 
 
+def tried_task(outputs: Sequence[str] | None, labels: bool, loss: str | None) -> dict[str, Any] | None:
+    """Of numbers or labels, as keys of an experiment's table ``model``; None for classes. outputs, labels, loss: as in
+    ``load_data`` and ``fleet_toml``."""
+    if outputs is None:
+        return None
+    return {"task": LABELS} if labels else {"task": KIND, "loss": loss or LOSSES[0]}
+
+
 def wanted_normal(task: str, normal: str | None) -> tuple[str, ...] | None:
     """The labels of quiet samples that ``--normal`` names; None for another task."""
     return _named(normal) if task == anomaly.KIND else None
@@ -214,11 +217,10 @@ def fleet_toml(
     task: Task | None = quiet
     if samples.outputs:
         task = MultiLabel(samples.outputs) if labels else Regression.of(samples.outputs, samples.y, loss or LOSSES[0])
-    hyper = method_catalogue.named(method).hyper()
+    named = method_catalogue.named(method)
     if quiet is not None:
         model_options = model_options or (REPEATING_OPTIONS if model in (None, REPEATING) else None)
         model = model or REPEATING
-        hyper = hyper if method_catalogue.named(method).personalizer == "moreau" else _repeating(hyper)
     chosen = model or model_input.default_model(samples.x.shape[1:], samples.x.dtype.name)
     return toml_with_defaults(
         {
@@ -233,13 +235,16 @@ def fleet_toml(
             },
             "link": codec_catalogue.chosen(codec) if codec else {},
             "train": dict(train or {}),
-            "hyper": schema.plain(hyper),
+            "hyper": schema.plain(first_hyper(named, repeating=quiet is not None)),
         }
     )
 
 
-def _repeating(hyper: Any) -> Any:
-    """Hyper-parameters with the rates of models that repeat samples."""
+def first_hyper(method: Method, *, repeating: bool) -> Any:
+    """The method's hyper-parameters for a first fleet: its defaults, and the rates of models that repeat samples."""
+    hyper = method.hyper()
+    if not repeating or method.personalizer == "moreau":
+        return hyper
     without = () if getattr(hyper, "finetune_steps", 0) else ("finetune_lr",)
     known = {f.name for f in fields(hyper)}.difference(without)
     return replace(hyper, **{name: rate for name, rate in REPEATING_RATES.items() if name in known})

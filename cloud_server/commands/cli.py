@@ -197,11 +197,13 @@ def _first_fleet_toml(
     samples, spec, backbone = backbones.applied(wanted, fleet, samples, spec)
     chosen = _existing_model(fleet) if model is None else None
     quiet = None if cut["normal"] is None else first_settings.anomaly_task(samples, spec, cut["normal"], per_day)
-    if (samples.outputs or quiet) and trial:
-        raise ConfigError("models are tried on classes only", where="--trial",
-                          hint="name a --model, or leave --trial out")
-    if chosen is None and not samples.outputs and quiet is None and wants_trial(data, model, trial):
-        chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed)
+    if quiet and trial:
+        raise ConfigError("no models are tried on quiet samples alone, which do not show what finds anomalies",
+                          where="--trial", hint="name a --model, or leave --trial out; metafleet advise compares "
+                          "methods on samples with labelled anomalies")
+    if chosen is None and quiet is None and wants_trial(data, model, trial):
+        task = first_settings.tried_task(cut["outputs"], cut["labels"], loss)
+        chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed, task)
     return fleet_toml(
         samples, name or topic_name(fleet.resolve().name), method,
         chosen.name if chosen else model or (None if quiet else default_model(spec.shape, spec.dtype) if backbone else

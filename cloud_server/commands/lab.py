@@ -157,8 +157,9 @@ def _plan(
         return terminal.show(facts)
     for warning in facts["warnings"]:
         processes.say(f"warning: {warning}")
+    answers = f"{facts['classes']} classes" if experiment.model.classes else f"the task {facts['task']}"
     print(f"{facts['devices']} devices that train, {facts['cohort']} asked a round; {facts['new_devices']} new ones, "
-          f"{facts['novel_devices']} with novel classes; {facts['samples']} samples of {facts['classes']} classes; "
+          f"{facts['novel_devices']} with novel classes; {facts['samples']} samples of {answers}; "
           f"model {facts['model']}, {facts['parameters']:,} parameters; {facts['rounds']} rounds at most")
     terminal.table([(one["run"], one["method"], one["hyper"], str(one["seed"]), one["state"]) for one in facts["runs"]],
                    ("run", "method", "settings", "seed", "state"))
@@ -183,7 +184,7 @@ def _checked_plan(
     layout = workloads.layout_of(experiment, workload)
     return {
         "devices": len(workload.train), "new_devices": len(workload.new), "novel_devices": len(workload.novel),
-        "samples": len(workload.samples), "classes": len(workload.classes),
+        "samples": len(workload.samples), "classes": len(workload.classes), "task": experiment.model.task,
         "cohort": experiment.cohort or len(workload.train), "rounds": experiment.budget.rounds,
         "model": experiment.model.name, "parameters": sum(tensor.size for tensor in layout.tensors),
         "warnings": warnings, "runs": [_planned_run(run, Store(out / run.name)) for run in runs],
@@ -204,12 +205,13 @@ def compare(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for the page, pictures and tables.")],
     target: Annotated[
         list[float] | None,
-        typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy, or error of "
-                     "numbers; may be repeated."),
+        typer.Option("--target", min=0.001, max=1, help="Show what it costs to reach this accuracy, or the figure of "
+                     "a task in its place; may be repeated."),
     ] = None,
     target_of: Annotated[
         str, typer.Option(metavar="FIGURE", help="The figure that must reach --target, over the devices that train: "
-                                                 "accuracy (mean) or macro-f1 (pooled); error of numbers.")
+                                                 "accuracy (mean) or macro-f1 (pooled); of a task without classes "
+                                                 "error, micro-f1, auroc or difference.")
     ] = "accuracy",
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Compute gains over this run; default: Per-FedAvg.")
@@ -252,12 +254,17 @@ def advise(
     board: Annotated[str | None, typer.Option(help="A board profile or its file, to estimate joules.")] = None,
     codecs: Annotated[str | None, typer.Option(metavar="NAME,UP/DOWN,…", help="Codecs to try with the best method, or "
                                                "none; default: int8,int4,ternary,topk-10.")] = None,
-    task: Annotated[str, typer.Option(metavar="classes|regression", help="What the models answer: a class, or one or "
-                                      "several numbers.")] = "classes",
+    task: Annotated[str, typer.Option(metavar="classes|regression|multi-label|anomaly", help="What the models answer: "
+                                      "a class, numbers, any number of labels, or how unlike quiet samples a sample "
+                                      "is.")] = "classes",
     outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
                                                 "numbers.")] = None,
     loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default "
                                              "huber.")] = None,
+    labels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task multi-label: names of the "
+                                               "labels.")] = None,
+    normal: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task anomaly: the labels of quiet "
+                                               "samples.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the runs; default: advice-DATA.")] = None,
     as_json: JSON = False,
 ) -> None:
@@ -268,13 +275,13 @@ def advise(
     from cloud_server.laboratory.advise import short_comparison as advising
     from cloud_server.laboratory.plan import experiment as experiments
     from fleet_core.base import storage
-    from fleet_core.tasks.regression import LOSSES
 
     _check_choice("--task", task, experiments.TASKS)
     folder = out or Path(f"advice-{Path(data).stem}")
     tried = advising.CODECS_TRIED if codecs is None else codec_catalogue.several(codecs)
-    options = advising.Options(data, budget_minutes, board, window, stride, tried,
-                               first_settings.wanted_outputs(task, outputs, loss), loss or LOSSES[0])
+    names = first_settings.wanted_outputs(task, outputs, loss, labels, normal)
+    options = advising.Options(data, budget_minutes, board, window, stride, tried, task,
+                               names or first_settings.wanted_normal(task, normal) or (), loss or experiments.LOSSES[0])
     outcome = _advice_on(options, folder)
     facts = {**recommendation.to_json(outcome.advice), "facts": outcome.facts,
              "sentences": recommendation.sentences(outcome.advice, outcome.facts)}
@@ -348,9 +355,11 @@ def _next_steps(outcome: Outcome, folder: Path) -> Iterator[str]:
         yield f"or, with the defaults of a fleet for the rest: {outcome.command}"
 
 
-def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> Model | None:
+def choose_model(
+    samples: Samples, spec: InputSpec, method: str, seed: int, task: dict[str, Any] | None = None
+) -> Model | None:
     """The model chosen by a short trial on these samples, after printing the trial's table and warnings; None, with a
-    reason on stderr, if no trial is possible."""
+    reason on stderr, if no trial is possible. task: as in ``model_trial.try_models``."""
     try:
         from cloud_server.laboratory.advise import model_trial
     except ModuleNotFoundError:
@@ -361,7 +370,7 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
         processes.say(f"no model was tried: {why}")
         return None
     try:
-        found = model_trial.try_models(samples, spec, method, seed=seed, say=processes.say)
+        found = model_trial.try_models(samples, spec, method, seed=seed, say=processes.say, task=task)
     except DataError as error:
         processes.say(f"no model was tried: {error.what}")
         return None
@@ -370,8 +379,9 @@ def choose_model(samples: Samples, spec: InputSpec, method: str, seed: int) -> M
     if found.chosen is None:
         processes.say("no model could be tried: the default for samples of this shape is used")
         return None
-    terminal.table(found.rows(), model_trial.COLUMNS)
-    print(f"* is taken; accuracy and macro-F1 on {found.on}; bytes of one device, up and down")
+    terminal.table(found.rows(), found.columns)
+    figures = " and ".join(found.columns[1:-len(model_trial.COSTS)])
+    print(f"* is taken; {figures} on {found.on}; bytes of one device, up and down")
     for text in found.warnings:
         print(f"warning: {text}")
     return found.chosen.model

@@ -124,7 +124,7 @@ def _of_experiment(file: Path, devices: int | None) -> (
     loaded = experiments.load(file)
     workload = workloads.build(loaded)
     layout = workloads.layout_of(loaded, workload)
-    labels = [workload.samples.strata[share.train] for share in workload.train[:SAMPLE_LABELS]]
+    labels = [workload.strata_to_learn(share) for share in workload.train[:SAMPLE_LABELS]]
     runs = {run.label: run for run in experiments.runs(loaded)}
     every = Asked(label="", method=next(iter(runs.values())).method, hyper=None, layout=layout,
                   rounds=loaded.budget.rounds, devices=devices or len(workload.train), cohort=loaded.cohort,

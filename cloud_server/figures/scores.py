@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
-from fleet_core.tasks.regression import MEASURE
+from fleet_core.tasks.measured import Figure
 from fleet_core.tasks.task import KINDS
 
 SHARE: dict[str, Any] = {"min": 0, "max": 1}
 AMOUNT: dict[str, Any] = {"min": 0}
-ERROR = f"{MEASURE} in deviations"
-"""The one error of all outputs by which models that predict numbers are compared (``Regression.distance``)."""
+ACCURACY = Figure("accuracy", "accuracy")
+FIGURES = {one.key: one for one in (ACCURACY, *(figure for kind in KINDS.values() for figure in kind.COMPARED))}
+"""By which models are compared, by key: with classes the first, else the first of the task's that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from cloud_server.figures.scores import ACCURACY, FIGURES
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import STAGES, TaskEvaluation
 from cloud_server.records.fleet_folder import Fleet
@@ -141,10 +142,11 @@ class RunSource:
 
 def _of_row(row: Mapping[str, Any]) -> Figures:
     accuracy, before = row.get("accuracy", {}), row.get("before", {}).get("accuracy", {})
-    error = row.get("error", {})
+    of_task = {f"{key}/{name}": row[key].get(name) for key in FIGURES if key in row and key != ACCURACY.key
+               for name in ("mean", "worst")}
     return _known({
         "loss": row.get("loss"), "accuracy/before": before.get("mean"), "accuracy/after": accuracy.get("mean"),
-        "accuracy/worst": accuracy.get("worst"), "error/mean": error.get("mean"), "error/worst": error.get("worst"),
+        "accuracy/worst": accuracy.get("worst"), **of_task,
         "bytes/up": row.get("payload_bytes", {}).get("up"), "bytes/down": row.get("payload_bytes", {}).get("down"),
         "joules": row.get("energy_j", {}).get("value"),
     })

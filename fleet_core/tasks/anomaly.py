@@ -12,6 +12,7 @@ Shapes: N samples, K numbers of a sample.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
-from fleet_core.tasks.measured import Measured, Measures
+from fleet_core.tasks.measured import Figure, Measured, Measures
 
 Array = np.ndarray[Any, Any]
 
@@ -32,10 +33,18 @@ MEASURE = "false alarms"
 """The share of quiet samples that raise an alarm, which listings show."""
 NAMES = {"alarms": "alarms", "score": "score", "auroc": "AUROC"}
 """Of the measures, for people."""
+COMPARED: tuple[Figure, ...] = (
+    Figure("auroc", "AUROC", chance=0.5), Figure("difference", "difference in deviations", lower=True))
+"""Without labelled anomalies only the second is known: how badly a model repeats a quiet sample, ``_shown``'s distance.
+It says nothing about the anomalies that a model finds."""
 SUMS = {QUIET: 4, ANOMALY: 4, "pairs": 2}
 """The sums over samples from which the measures follow (``Alarms``), and how many numbers each has."""
 NO_THRESHOLD = "no quiet sample is held back on this device, so there is no threshold and no alarm"
 DAY_S = 86_400.0
+SHARE = 0.01
+"""Of quiet samples that may raise an alarm, by default."""
+PATTERNS = 8
+"""Of which generated samples are made."""
 TAIL = 0.1
 """The share of the highest quiet scores that a threshold above all of them is extrapolated from."""
 
@@ -48,7 +57,7 @@ class Anomaly:
 
     width: int = field(metadata={"min": 1, "max": MAX_WIDTH})
     normal: tuple[str, ...] = field(default=(), metadata={"max_length": 10_000})
-    share: float = field(default=0.01, metadata={"above": 0.0, "max": 0.5})
+    share: float = field(default=SHARE, metadata={"above": 0.0, "max": 0.5})
     false_alarms_per_day: float = field(default=0.0, metadata={"min": 0.0, "max": 1e9})
     seconds: float = field(default=0.0, metadata={"min": 0.0, "max": 1e9})
     kind: str = field(default=KIND, metadata={"choices": (KIND,)})
@@ -59,6 +68,16 @@ class Anomaly:
         if self.allowed > 0.5:
             raise DataError(f"{self.false_alarms_per_day:g} false alarms of {DAY_S / self.seconds:g} samples a day",
                             expected="at most half of the samples")
+
+    @classmethod
+    def of(cls, shape: Sequence[int], normal: Sequence[str], share: float = SHARE) -> Anomaly:
+        """The task of samples of this shape. Raises DataError if they are too large to be repeated."""
+        width = math.prod(shape)
+        if width > MAX_WIDTH:
+            raise DataError(f"samples of {width} numbers are too large to be repeated",
+                            expected=f"at most {MAX_WIDTH} numbers in a sample",
+                            hint="a shorter window, smaller images, or a backbone")
+        return cls(width, tuple(normal), share)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -138,6 +157,15 @@ class Anomaly:
         """What the model answers, for people."""
         return f"detects anomalies, {self.text_allowed}"
 
+    def to_learn(self, y_N: Array) -> tuple[Array, Array]:
+        """(positions of the samples with the labels y_N that a model learns from, the quiet ones, its targets)."""
+        quiet = np.flatnonzero(y_N == 0)
+        return quiet, self.targets(len(quiet))
+
+    def generated(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
+        """For a rehearsal: (strength of each of some patterns in ``count`` samples, float64 [N, P], their labels)."""
+        return rng.normal(size=(count, PATTERNS)) / np.sqrt(PATTERNS), np.zeros(count, np.int64)
+
     def measured(self, y_N: Array, scores_N1: Array) -> Measured:
         """Of held-back samples in the order of time. Raises DataError as ``Alarms.of``."""
         return self._shown(Alarms.of(self, y_N, scores_N1))
@@ -165,7 +193,10 @@ class Anomaly:
         figures = measures(alarms)
         sums = {name: tuple(map(float, getattr(alarms, name))) for name in SUMS}
         distance = float(alarms.quiet[3] / alarms.quiet[0]) if alarms.quiet[0] else 0.0
-        return Measured(alarms.count, sums, figures, text_of(figures), distance, alarms.threshold)
+        known = {COMPARED[0].key: figures.get("auroc", {}).get("all"),
+                 COMPARED[1].key: distance if alarms.quiet[0] else None}
+        return Measured(alarms.count, sums, figures, text_of(figures), distance, alarms.threshold,
+                        {key: value for key, value in known.items() if value is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +247,12 @@ def pooled(outputs: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequen
     quiet, anomaly, pairs = (np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS)
     alarms = Alarms(sum(count for count, _ in rows), quiet, anomaly, pairs)
     return alarms.count, measures(alarms)
+
+
+def lower(measure: str, output: str) -> bool | None:
+    """Whether less of a measure is better; None of the score of anomalies, which only means something beside that of
+    quiet samples."""
+    return None if (measure, output) == ("score", ANOMALY) else output == QUIET
 
 
 def text_of(found: Measures) -> str:

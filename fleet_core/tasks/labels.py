@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
-from fleet_core.tasks.measured import Measured, Measures
+from fleet_core.tasks.measured import Figure, Measured, Measures
 
 Array = np.ndarray[Any, Any]
 
@@ -27,6 +27,7 @@ MEASURE = "micro-F1"
 OVERALL = {"micro_f1": MEASURE, "macro_f1": "macro-F1", "exact_match": "exact match"}
 """Measures of all labels together, under the key ``all``, and their names for people."""
 NAMES = {**OVERALL, "f1": "F1"}
+COMPARED: tuple[Figure, ...] = (Figure("micro_f1", MEASURE),)
 SUMS = ("both", "answered", "true", "exact")
 """Names of the counts over samples from which the measures follow (``LabelCounts``)."""
 
@@ -70,6 +71,15 @@ class MultiLabel:
         """What the model answers, for people."""
         return f"labels {', '.join(self.outputs)}"
 
+    def to_learn(self, y_NK: Array) -> tuple[Array, Array]:
+        """(positions of the samples with the labels y_NK that a model learns from, its targets)."""
+        return np.arange(len(y_NK)), y_NK
+
+    def generated(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
+        """For a rehearsal: (strength of each of some patterns in ``count`` samples, float64 [N, P], their labels)."""
+        carried = (rng.random((count, len(self.outputs))) < 0.5).astype(np.float64)
+        return carried, carried
+
     def measured(self, y_NK: Array, probabilities_NK: Array) -> Measured:
         """Of answers to samples with the labels y_NK. Raises DataError as ``LabelCounts.of``."""
         return self._shown(LabelCounts.of(self, y_NK, probabilities_NK))
@@ -92,7 +102,8 @@ class MultiLabel:
         """Models are compared by 1 − micro-F1."""
         figures = measures(self.outputs, counts)
         sums = {name: tuple(map(float, getattr(counts, name))) for name in SUMS}
-        return Measured(counts.count, sums, figures, text_of(figures), 1 - counts.micro_f1)
+        return Measured(counts.count, sums, figures, text_of(figures), 1 - counts.micro_f1,
+                        compared={COMPARED[0].key: counts.micro_f1})
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +168,11 @@ def pooled(labels: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequenc
     arrays = {name: np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS}
     counts = LabelCounts(sum(count for count, _ in rows), **arrays)
     return counts.count, measures(labels, counts)
+
+
+def lower(measure: str, output: str) -> bool | None:
+    """Whether less of a measure is better."""
+    return False
 
 
 def text_of(found: Measures) -> str:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Measures = Mapping[str, Mapping[str, float]]
 """Measure -> output -> value."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure by which models are compared. key: in result files. name: for people. lower: less is better. chance: by
+    guessing; None if it depends on the samples."""
+
+    key: str
+    name: str
+    lower: bool = False
+    chance: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
     """How a model answers samples. samples: their number. sums: from which the measures follow, by name, each with a
     number for each output. figures: measure -> output -> value. text: the measure that listings show. distance: by
-    which models are compared, lower is better. threshold: of scores of anomalies, as in ``Alarms``."""
+    which a device compares two models, lower is better. threshold: of scores of anomalies, as in ``Alarms``. compared:
+    the figures of the task's ``COMPARED`` that are known, by key."""
 
     samples: int
     sums: Mapping[str, tuple[float, ...]]
@@ -21,3 +33,4 @@ class Measured:
     text: str
     distance: float
     threshold: float | None = None
+    compared: Mapping[str, float] = field(default_factory=dict)

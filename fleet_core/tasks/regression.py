@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
-from fleet_core.tasks.measured import Measured, Measures
+from fleet_core.tasks.measured import Figure, Measured, Measures
 
 Array = np.ndarray[Any, Any]
 
@@ -26,6 +26,8 @@ MEASURE = "MAE"
 """The mean absolute error, which listings show."""
 NAMES = {"mae": MEASURE, "r2": "R²"}
 """Of the measures, for people."""
+COMPARED: tuple[Figure, ...] = (Figure("error", f"{MEASURE} in deviations", lower=True),)
+"""Of all outputs together: ``Regression.distance``."""
 SUMS = ("absolute", "squared", "total", "squares")
 """Names of the sums over samples from which the measures follow (``Errors``)."""
 
@@ -88,6 +90,15 @@ class Regression:
         """What the model answers, for people."""
         return f"predicts {', '.join(self.outputs)}"
 
+    def to_learn(self, y_NK: Array) -> tuple[Array, Array]:
+        """(positions of the samples with the targets y_NK that a model learns from, its targets)."""
+        return np.arange(len(y_NK)), y_NK
+
+    def generated(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
+        """For a rehearsal: (strength of each of some patterns in ``count`` samples, float64 [N, P], their targets)."""
+        strength = rng.normal(size=(count, len(self.outputs)))
+        return strength, self.in_units(strength)
+
     def measured(self, y_NK: Array, answers_NK: Array) -> Measured:
         """Of answers to samples, both in the user's unit. Raises DataError as ``Errors.of``."""
         return self._shown(Errors.of(self, y_NK, answers_NK))
@@ -107,7 +118,8 @@ class Regression:
     def _shown(self, errors: Errors) -> Measured:
         figures = self.figures(errors)
         sums = {name: tuple(map(float, getattr(errors, name))) for name in SUMS}
-        return Measured(errors.count, sums, figures, text_of(figures), self.distance(errors))
+        distance = self.distance(errors)
+        return Measured(errors.count, sums, figures, text_of(figures), distance, compared={COMPARED[0].key: distance})
 
     def figures(self, errors: Errors) -> dict[str, dict[str, float]]:
         """``measures`` of ``errors``."""
@@ -193,6 +205,11 @@ def pooled(outputs: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequen
     arrays = {name: np.sum([np.asarray(sums[name], np.float64) for _, sums in rows], axis=0) for name in SUMS}
     errors = Errors((0.0,) * len(outputs), sum(count for count, _ in rows), **arrays)
     return errors.count, measures(outputs, errors)
+
+
+def lower(measure: str, output: str) -> bool | None:
+    """Whether less of a measure is better."""
+    return measure == "mae"
 
 
 def text_of(found: Measures) -> str:

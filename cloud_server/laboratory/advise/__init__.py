@@ -2,5 +2,6 @@
 
 ``recordings`` reads the samples, ``short_comparison`` runs methods and models on them, ``candidates`` collects their
 figures, and ``recommendation`` chooses among them. ``model_trial`` tries models before a fleet is made.
-``simple_baselines`` measures simple classifiers on the same samples, ``error_baselines`` what predicts numbers simply.
+``simple_baselines`` measures simple classifiers on the same samples, ``task_baselines`` plain answers
+of the tasks without classes.
 """

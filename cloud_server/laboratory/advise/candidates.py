@@ -1,9 +1,9 @@
 """The candidates of ``advise``: a method with a model and a codec, its figures, and when two of them differ.
 
 A candidate's score is macro-F1, which weighs a rare class as much as a frequent one, averaged over the devices that
-trained and the new ones; of models that predict numbers, the MAE in deviations, of which less is better. Two candidates
-differ if their scores differ by more than the spread of that difference over seeds, and by at least half a point (0.005
-deviations); with one seed, by two points. A codec may lose as much as the score in full precision varies over seeds, at
+trained and the new ones; of a task without classes, the mean of its figure over these devices. Two candidates differ if
+their scores differ by more than the spread of that difference over seeds, and by at least half a point (0.005); with
+one seed, by two points. A codec may lose as much as the score in full precision varies over seeds, at
 least half a point; how much the score with the codec varies does not matter.
 """
 
@@ -13,10 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cloud_server.figures.scores import Score
+from cloud_server.figures.scores import ACCURACY, FIGURES, Score
 from cloud_server.laboratory.compare.comparison import Stat, stat
-from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, ERROR, FinishedRun, Scores
+from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Scores
 from cloud_server.laboratory.plan.experiment import PLAIN
+from fleet_core.tasks.measured import Figure
 
 LEAST_GAP, GAP_OF_ONE_SEED = 0.005, 0.02
 IN_LABEL = "/", "_"  # UP/DOWN is UP_DOWN in a label, which is part of a folder's name
@@ -27,8 +28,9 @@ class Candidate:
     """A method with a model and a codec, and its figures. score: macro-F1 over all devices, old and new. mean, worst:
     accuracy of the devices that trained; new: mean accuracy of the new ones. payload, flops, joules: costs of one
     device in one round. risen: how much better the mean became in the second half of the rounds. pooled: score over all
-    test samples of the devices that trained; loss: their loss in the last round. Both are means over seeds. measure:
-    ``error`` of models that predict numbers: score, mean, worst, new and error, in place of pooled, are of that."""
+    test samples of the devices that trained; loss: their loss in the last round. Both are means over seeds. measure: a
+    key of ``FIGURES``; of a task without classes score, mean, worst, new and pooled_figure, in place of pooled, are of
+    that."""
 
     method: str
     model: str
@@ -43,12 +45,16 @@ class Candidate:
     pooled: Score | None = None
     loss: float | None = None
     codec: str = PLAIN
-    measure: str = field(default=ACCURACY, metadata={"sparse": True})
-    error: float | None = None
+    measure: str = field(default=ACCURACY.key, metadata={"sparse": True})
+    pooled_figure: float | None = None
+
+    @property
+    def figure(self) -> Figure:
+        return FIGURES[self.measure]
 
     def better(self, value: float) -> float:
         """``value`` of a score, so that more is better."""
-        return -value if self.measure == ERROR else value
+        return -value if self.figure.lower else value
 
     @property
     def name(self) -> str:
@@ -83,8 +89,8 @@ def _candidate(group: Sequence[FinishedRun], cohort: int) -> Candidate:
         stat([scores["mean"] for scores in new]) if all(new) else None, each("payload_bytes") or 0.0,
         each("flops"), each("joules"), sum(_risen(run) for run in group) / len(group), _pooled(group),
         _mean([run.loss for run in group]), codec[0].replace(IN_LABEL[1], IN_LABEL[0]) if codec else PLAIN,
-        group[0].measure,
-        _mean([run.last[DEVICES].get("pooled") for run in group]) if group[0].measure == ERROR else None,
+        group[0].figure,
+        None if group[0].figure == ACCURACY.key else _mean([run.last[DEVICES].get("pooled") for run in group]),
     )
 
 
@@ -104,16 +110,16 @@ def _new(run: FinishedRun) -> Scores:
 
 
 def score(run: FinishedRun) -> float:
-    """Macro-F1, or error, of the devices that train and of the new ones; all devices weigh the same."""
-    key = "mean" if run.measure == ERROR else "macro_f1"
+    """Macro-F1, or a task's figure, of the devices that train and of the new ones; all devices weigh the same."""
+    key = "macro_f1" if run.figure == ACCURACY.key else "mean"
     evaluated = [scores for scores in (run.last[DEVICES], _new(run)) if scores]
     return sum(of[key] * of["devices"] for of in evaluated) / sum(of["devices"] for of in evaluated)
 
 
 def _risen(run: FinishedRun) -> float:
-    """Increase of the mean accuracy, or decrease of the mean error, from the first to the last evaluation."""
+    """How much better the mean over the devices became from the first to the last evaluation."""
     risen = run.points[-1].scores[DEVICES]["mean"] - run.points[0].scores[DEVICES]["mean"]
-    return -risen if run.measure == ERROR else risen
+    return -risen if FIGURES[run.figure].lower else risen
 
 
 def behind(one: Candidate, other: Candidate) -> float:

@@ -2,7 +2,8 @@
 samples, and chooses the best.
 
 With at least four devices, a quarter of them never train. The model is chosen by macro-F1 on the test samples of the
-devices that train; the reported scores are those on the other devices, with all and with few labelled samples each.
+devices that train, or by the figure of a task without classes; the reported scores are those on the other devices, with
+all and, of classes, with few labelled samples each.
 With fewer devices, the test samples serve for both. A plain baseline and the most frequent class are reported too.
 
 The time is limited: few devices, few samples of each, and a deadline that is checked after every round.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from typing import Any
 import numpy as np
 
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, share_text
-from cloud_server.figures.scores import Score
-from cloud_server.laboratory.advise import simple_baselines
+from cloud_server.figures.scores import ACCURACY, FIGURES, Score
+from cloud_server.laboratory.advise import simple_baselines, task_baselines
 from cloud_server.laboratory.advise.candidates import LEAST_GAP
 from cloud_server.laboratory.advise.recordings import MIN_SAMPLES, TRAIN_FRACTION, Model, models_for
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
+from cloud_server.laboratory.advise.task_baselines import TITLES, TaskBaselines
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun
 from cloud_server.laboratory.plan import experiment as experiments
@@ -58,7 +60,8 @@ ONE_CLIENT = "all"
 
 @dataclass(frozen=True)
 class TriedModel:
-    """A model after ``rounds``. validation: macro-F1 by which models are chosen. evaluated: the reported score.
+    """A model after ``rounds``. validation: by which models are chosen, more is better: macro-F1, or the figure of a
+    task without classes, negative if less is better. evaluated: the reported score, or that figure.
     payload: bytes of one device in one round, up and down. few: score on devices that did not train and have few
     labels; None if that was not evaluated."""
 
@@ -66,7 +69,7 @@ class TriedModel:
     rounds: int
     loss: float
     validation: float
-    evaluated: Score
+    evaluated: Score | float
     parameters: int
     payload: float
     few: Score | None = None
@@ -88,7 +91,7 @@ class Outcome:
     on: str
     tried: tuple[TriedModel, ...]
     chosen: TriedModel | None
-    baselines: SimpleBaselines
+    baselines: SimpleBaselines | TaskBaselines
     remarks: tuple[str, ...]
     few: FewLabels | None = None
 
@@ -98,6 +101,10 @@ class Outcome:
         one = self.chosen
         if one is None:
             return []
+        if isinstance(self.baselines, TaskBaselines):
+            assert isinstance(one.evaluated, float)
+            return self.baselines.warnings(one.model.label, one.evaluated, one.rounds, plain=True)
+        assert isinstance(one.evaluated, Score)
         return [*self.baselines.warnings(one.model.label, one.evaluated, one.loss, one.rounds),
                 *self._few_labels_warning(one)]
 
@@ -109,21 +116,32 @@ class Outcome:
                 f"{share_text(one.few.accuracy)} there, a plain baseline ({plain.method}) that knows the other devices "
                 f"{share_text(plain.accuracy)}; label more on a new device, or let it train before you rely on it"]
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Of the table."""
+        figures = (self.baselines.figure.name,) if isinstance(self.baselines, TaskBaselines) else SCORES
+        return "model", *figures, *COSTS
+
     def rows(self) -> list[tuple[str, ...]]:
-        """Rows of the table with ``COLUMNS``."""
+        """Rows of the table with ``columns``."""
         models = [
-            (f"{one.model.label}{' *' if one is self.chosen else ''}", share_text(one.evaluated.accuracy),
-             share_text(one.evaluated.macro_f1), f"{one.parameters:,}", bytes_text(one.payload), str(one.rounds),
-             f"{one.loss:.2g}")
+            (f"{one.model.label}{' *' if one is self.chosen else ''}", *_evaluated(one.evaluated),
+             f"{one.parameters:,}", bytes_text(one.payload), str(one.rounds), f"{one.loss:.2g}")
             for one in self.tried
         ]
+        if isinstance(self.baselines, TaskBaselines):
+            known = {self.baselines.constant[0]: self.baselines.constant[1], **self.baselines.plain}
+            return models + [(TITLES[key], *_evaluated(value), *[ABSENT] * len(COSTS)) for key, value in known.items()]
         others = [("most frequent class", self.baselines.frequent)]
         others += [(self.baselines.plain.method or "", self.baselines.plain)] if self.baselines.plain else []
-        return models + [(name, share_text(score.accuracy), share_text(score.macro_f1), *[ABSENT] * 4)
-                         for name, score in others]
+        return models + [(name, *_evaluated(score), *[ABSENT] * len(COSTS)) for name, score in others]
 
 
-COLUMNS = ("model", "accuracy", "macro-F1", "parameters", "bytes a round", "rounds", "loss")
+SCORES, COSTS = ("accuracy", "macro-F1"), ("parameters", "bytes a round", "rounds", "loss")
+
+
+def _evaluated(score: Score | float) -> tuple[str, ...]:
+    return (f"{score:.3f}",) if isinstance(score, float) else (share_text(score.accuracy), share_text(score.macro_f1))
 
 
 def reason_to_skip(samples: Samples) -> str:
@@ -132,21 +150,24 @@ def reason_to_skip(samples: Samples) -> str:
     if not devices:
         return (f"{_largest(samples)} samples of one client are too few to hold some back: it takes {LEAST_ALONE}, or "
                 f"several clients with {MIN_SAMPLES} each")
-    classes = max(len(np.unique(samples.y[rows])) for rows in devices.values())
-    return "no client has samples of two classes" if classes < 2 else ""
+    if max(len(np.unique(samples.y[rows], axis=0)) for rows in devices.values()) > 1:
+        return ""
+    return "no client has samples that differ in what is to be learned" if samples.outputs else (
+        "no client has samples of two classes")
 
 
 def try_models(
     samples: Samples, spec: InputSpec, method: str, *, seed: int = 0, seconds: float = SECONDS,
     models: Sequence[Model] | None = None, say: Callable[[str], None] = lambda line: None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.monotonic, task: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Tries ``models``, by default those for samples of this shape, for at most ``seconds``. ``reason_to_skip`` must be
-    empty for the samples. Raises DataError if no device can be evaluated."""
+    """Tries ``models``, by default those for samples of this shape, for at most ``seconds``. task: of numbers or
+    labels, as keys of an experiment's table ``model``. ``reason_to_skip`` must be empty for the samples. Raises
+    DataError if no device can be evaluated."""
     ends, remarks = clock() + seconds, list[str]()
     models = models_for(samples) if models is None else models
     part = _subset(samples, seed)
-    few = _few_labels_share(part)
+    few = 0.0 if task else _few_labels_share(part)
     say(f"a trial of {', '.join(model.label for model in models)} on {len(part.clients)} of "
         f"{max(1, len(samples.clients))} clients, {len(part)} of {len(samples)} samples: {seconds:.0f} s at most "
         "(--no-trial does without)")
@@ -155,7 +176,7 @@ def try_models(
         save(path, part)
         work, found = None, list[TriedModel]()
         for number, model in enumerate(models):
-            experiment = _experiment(path, part, spec, model, method, seed, few)
+            experiment = _experiment(path, part, spec, model, method, seed, few, task or {})
             work = work or workloads.build(experiment)
             until = clock() + (ends - clock()) / (len(models) - number)
             try:
@@ -164,8 +185,8 @@ def try_models(
                 remarks.append(f"{model.label} was not tried: {error.what}")
         assert work is not None
         held_out = bool(work.new)
-        baselines = (simple_baselines.on_new_devices(work, SUPPORT, 0) if held_out
-                     else simple_baselines.on_test_samples(work))
+        of = task_baselines if task else simple_baselines
+        baselines = of.on_new_devices(work, SUPPORT, 0) if held_out else of.on_test_samples(work)
         with_few = (FewLabels(_few_labels(part), simple_baselines.on_new_devices(work, few, 0))
                     if held_out and few else None)
     on = (f"{len(work.new)} client{'s' * (len(work.new) > 1)} that did not train" if held_out
@@ -228,7 +249,8 @@ def _few_labels_share(part: Samples) -> float:
 
 
 def _experiment(
-    path: Path, part: Samples, spec: InputSpec, model: Model, method: str, seed: int, few: float
+    path: Path, part: Samples, spec: InputSpec, model: Model, method: str, seed: int, few: float,
+    task: Mapping[str, Any],
 ) -> Experiment:
     clients = len(part.clients)
     share = HELD_OUT if clients >= DEVICES_TO_HOLD_OUT else 0.0
@@ -236,7 +258,7 @@ def _experiment(
     if spec.mean:
         data |= {"mean": list(spec.mean), "std": list(spec.std)}
     return experiments.read({
-        "data": data, "model": {"name": model.name, "options": dict(model.options)},
+        "data": data, "model": {"name": model.name, "options": dict(model.options), **task},
         "partition": {"kind": "natural", "options": {"split": "time", "train_fraction": TRAIN_FRACTION}},
         "method": [{"name": method}], "seeds": [seed], "budget": {"rounds": MAX_ROUNDS},
         "evaluation": {"every": 1, "new_devices": share, "support": [SUPPORT, few] if few else [SUPPORT],
@@ -292,11 +314,16 @@ def _cohort(experiment: Experiment, run: Run, work: Workload) -> int:
 def _figures(model: Model, run: FinishedRun, experiment: Experiment, work: Workload) -> TriedModel:
     rounds = int(run.spent["rounds"])
     own, layout = run.last[DEVICES], workloads.layout_of(experiment, work)
-    new = [Score(accuracy=scores["pooled"], macro_f1=scores["macro_f1"])
-           for share in experiment.evaluation.support if (scores := run.last.get(f"new {share}"))]
+    parameters, payload = sum(tensor.size for tensor in layout.tensors), run.spent["payload_bytes"] / rounds
+    known = [scores for share in experiment.evaluation.support if (scores := run.last.get(f"new {share}"))]
+    figure, payload = FIGURES[run.figure], payload / experiment.cohort
+    if figure != ACCURACY:
+        validation = -own["pooled"] if figure.lower else own["pooled"]
+        evaluated = known[0]["pooled"] if known else own["pooled"]
+        return TriedModel(model, rounds, run.loss or 0.0, validation, evaluated, parameters, payload)
+    new = [Score(accuracy=scores["pooled"], macro_f1=scores["macro_f1"]) for scores in known]
     return TriedModel(
         model, rounds, run.loss or 0.0, own["macro_f1"],
-        new[0] if new else Score(accuracy=own["pooled"], macro_f1=own["macro_f1"]),
-        sum(tensor.size for tensor in layout.tensors), run.spent["payload_bytes"] / rounds / experiment.cohort,
+        new[0] if new else Score(accuracy=own["pooled"], macro_f1=own["macro_f1"]), parameters, payload,
         new[1] if len(new) > 1 else None,
     )

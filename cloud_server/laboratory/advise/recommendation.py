@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text, phase_text
-from cloud_server.figures.scores import ERROR as MAE_IN_DEVIATIONS
+from cloud_server.figures.scores import ACCURACY
 from cloud_server.laboratory.advise.candidates import LEAST_GAP, Candidate, behind, cheapest, gap, most_lost
-from cloud_server.laboratory.advise.error_baselines import BASELINES, ErrorBaselines
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
+from cloud_server.laboratory.advise.task_baselines import TITLES, TaskBaselines
 from cloud_server.laboratory.compare.comparison import Stat, present
-from cloud_server.laboratory.compare.finished_runs import ERROR
 from cloud_server.laboratory.compare.tables import aligned, share, stat_text
 from fleet_core.base import schema
 
@@ -30,8 +29,8 @@ LEGEND = """macro-F1: over all devices, old and new; accuracy, worst device: of 
 plain baseline, most frequent class: on all later samples of those that trained
 bytes, arithmetic, energy: of one device in one round
 """
-ERROR_LEGEND = f"""{MAE_IN_DEVIATIONS}, less is better: all devices: old and new; worst device: of those that trained
-ridge regression, mean: on all later samples of those that trained
+TASK_LEGEND = """{figure}, {better} is better: all devices: old and new; worst device: of those that trained
+without a fleet: on all later samples of those that trained
 bytes, arithmetic, energy: of one device in one round
 """
 
@@ -88,14 +87,14 @@ def _federated(chosen: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     return chosen if chosen.payload or not sending else sending[0]
 
 
-def baseline_facts(advice: Advice, baselines: SimpleBaselines | ErrorBaselines) -> dict[str, Any]:
+def baseline_facts(advice: Advice, baselines: SimpleBaselines | TaskBaselines) -> dict[str, Any]:
     """The scores of the simple baselines, and warnings about candidates that are no better."""
     one = federated(advice)
     others = [*((other.name, other) for other in advice.ranked if other is not one),
               *((f"{other.name}, {other.codec}", other) for other in advice.coded)]
-    if isinstance(baselines, ErrorBaselines):
-        warnings = [text for name, other in [(one.name, one), *others] if other.error is not None
-                    for text in baselines.warnings(name, other.error, advice.rounds, plain=other is one)]
+    if isinstance(baselines, TaskBaselines):
+        warnings = [text for name, other in [(one.name, one), *others] if other.pooled_figure is not None
+                    for text in baselines.warnings(name, other.pooled_figure, advice.rounds, plain=other is one)]
         return {**baselines.facts(), "warnings": warnings}
     warnings = [] if one.pooled is None else baselines.warnings(one.name, one.pooled, one.loss, advice.rounds)
     for name, other in others:
@@ -124,12 +123,12 @@ def _recommendation(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _expected_accuracy(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     one = federated(advice)
-    if one.measure == ERROR:
-        yield (f"A device's answers are then off by {stat_text(one.mean)} deviations of the targets (mean over "
-               f"{facts['devices']} devices{_over(one.mean)}), those of the worst device by {stat_text(one.worst)}.")
+    if one.figure != ACCURACY:
+        yield (f"A device then has the {one.figure.name} {stat_text(one.mean)} on its later samples (mean over "
+               f"{facts['devices']} devices{_over(one.mean)}), the worst device {stat_text(one.worst)}.")
         if one.new is not None:
-            yield (f"Those of the {facts['new_devices']} devices that took no part and learn from the first "
-                   f"{100 * facts['support']:g} % of their time are off by {stat_text(one.new)}.")
+            yield (f"The {facts['new_devices']} devices that took no part and learn from the first "
+                   f"{100 * facts['support']:g} % of their time have {stat_text(one.new)}.")
         return
     yield (f"A device then answers {_points(one.mean)} of its later samples right (mean over {facts['devices']} devices"
            f"{_over(one.mean)}), the worst device {_points(one.worst)}.")
@@ -143,13 +142,17 @@ def _baselines(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     simple = [(f"a plain baseline, {plain['method']}, that learned from all devices together", plain["accuracy"])
               for plain in (facts.get("plain"),) if isinstance(plain, Mapping)]
     simple += [("each device's most frequent class", facts["frequent"]["accuracy"])] if "frequent" in facts else []
-    errors = [(f"{title} is off by", facts[key]) for key, title in BASELINES if facts.get("measure") == ERROR
-              and key in facts]
-    if errors:
-        yield "For comparison: " + "; ".join(f"{name} {error:.3f}" for name, error in errors) + "."
+    of_task = _of_task(facts)
+    if of_task:
+        yield "For comparison: " + "; ".join(f"{title} has {value:.3f}" for title, value in of_task) + "."
     elif simple:
         yield "For comparison: " + "; ".join(f"{name} has {100 * accuracy:.1f} %" for name, accuracy in simple) + "."
     yield from (f"Warning: {text}." for text in facts.get("warnings", ()))
+
+
+def _of_task(facts: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(title, figure) of the baselines of a task without classes; empty for classes."""
+    return [(title, facts[key]) for key, title in TITLES.items() if key in facts] if "measure" in facts else []
 
 
 def _reasons(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
@@ -183,7 +186,7 @@ def _alternatives(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
 def _differences(other: Candidate, one: Candidate) -> Iterator[str]:
     yield f"{_figure(one)} {other.score.mean - one.score.mean:+.3f}"
     signed = _signed
-    if one.measure == ERROR:
+    if one.figure != ACCURACY:
         signed = "{:+.3f}".format
     else:
         yield f"accuracy {signed(other.mean.mean - one.mean.mean)} points"
@@ -244,16 +247,16 @@ def _certainty(advice: Advice, facts: Mapping[str, Any]) -> Iterator[str]:
     if advice.rounds < FEW_ROUNDS:
         yield f"{advice.rounds} rounds are few: methods that learn slowly look worse here than they are."
     if one.risen > RISING:
-        moved = f"error still fell by {one.risen:.3f}" if one.measure == ERROR else (
-            f"accuracy still rose by {100 * one.risen:.1f} points")
+        moved = f"accuracy still rose by {100 * one.risen:.1f} points" if one.figure == ACCURACY else (
+            f"{one.figure.name} still became better by {one.risen:.3f}")
         yield f"Its {moved} in the second half of the rounds: a larger budget may change the order."
     yield from (f"Note: {remark}." for remark in advice.remarks)
 
 
 def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
     """All candidates, the best first, the recommended one with each codec, and the simple baselines in ``facts``."""
-    errors = advice.chosen.measure == ERROR
-    figures = ("all devices", "trained") if errors else ("macro-F1", "accuracy")
+    figure = advice.chosen.figure
+    figures = ("macro-F1", "accuracy") if figure == ACCURACY else ("all devices", "trained")
     heads = ("", *figures, "worst device", "new devices", "bytes", "arithmetic", "energy", "seeds")
     named = [*((one.name, one) for one in advice.ranked), *((f"{one.name}, {one.codec}", one) for one in advice.coded)]
     rows = [
@@ -263,13 +266,15 @@ def table(advice: Advice, facts: Mapping[str, Any] | None = None) -> str:
         for name, one in named
     ]
     known = facts or {}
-    if errors:
-        others = [(title, ABSENT, share(known[key]), *[ABSENT] * 6) for key, title in BASELINES if key in known]
+    legend = LEGEND
+    if figure != ACCURACY:
+        legend = TASK_LEGEND.format(figure=figure.name, better="less" if figure.lower else "more")
+        others = [(title, ABSENT, share(value), *[ABSENT] * 6) for title, value in _of_task(known)]
     else:
         simple = {"plain baseline": known.get("plain"), "most frequent class": known.get("frequent")}
         others = [(name, share(score["macro_f1"]), share(score["accuracy"]), *[ABSENT] * 6)
                   for name, score in simple.items() if score]
-    return "\n".join(aligned([heads, *rows, *others])) + "\n" + (ERROR_LEGEND if errors else LEGEND)
+    return "\n".join(aligned([heads, *rows, *others])) + "\n" + legend
 
 
 def to_json(advice: Advice) -> dict[str, Any]:
@@ -285,7 +290,7 @@ def together(words: Sequence[str]) -> str:
 
 def _figure(one: Candidate) -> str:
     """What a score is."""
-    return MAE_IN_DEVIATIONS if one.measure == ERROR else "macro-F1"
+    return "macro-F1" if one.figure == ACCURACY else one.figure.name
 
 
 def _points(one: Stat) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.choices.first_settings import NO_WINDOW
+from cloud_server.choices.first_settings import NO_WINDOW, REPEATING, REPEATING_OPTIONS
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
@@ -18,6 +18,8 @@ from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
 from fleet_core.data.time_split import by_time
+from fleet_core.tasks import anomaly
+from fleet_core.tasks.task import reading
 
 MIN_CLIENTS, MIN_SAMPLES, MAX_CLIENTS = 4, 20, 50
 TRAIN_FRACTION = 0.6
@@ -33,6 +35,13 @@ class Model:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+REPEATING_MODELS = (
+    Model("mlp-64-8-64", REPEATING, REPEATING_OPTIONS),
+    Model("mlp-128-16-128", REPEATING, {**REPEATING_OPTIONS, "hidden": [128, 16, 128]}),
+)
+"""For anomalies: that of ``metafleet init``, and a wider one."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recordings:
     """section: the table ``data`` of an experiment. clients: number of clients with enough samples."""
@@ -45,11 +54,11 @@ class Recordings:
 
 
 def recordings(
-    data: str, window: int | None = None, stride: int | None = None, outputs: Sequence[str] | None = None
+    data: str, window: int | None = None, stride: int | None = None, task: str = "classes", names: Sequence[str] = ()
 ) -> Recordings:
-    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. outputs: names of the
-    numbers to predict, empty for the file's own; None for classes. Raises DataError if methods cannot be compared on
-    it."""
+    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. task: what the samples
+    are for; names: of its numbers or labels, empty for the file's own, or of the labels of quiet samples. Raises
+    DataError if methods cannot be compared on it."""
     named = data in entries()
     if not named and not Path(data).exists():
         near = schema.suggest(data, entries())
@@ -57,48 +66,54 @@ def recordings(
                         where=data, expected=f"a path, or one of {', '.join(entries())}")
     if named and (window is not None or stride is not None):
         raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
-    if named and outputs is not None:
-        raise DataError("is a named set, which has classes", where=data, hint="leave out --task regression")
+    options = reading(task, names)
+    if named and options:
+        raise DataError("is a named set, which has classes", where=data, hint=f"leave out --task {task}")
     found = load_set(data) if named else None
-    samples = load(Path(data), window=window, stride=stride, outputs=outputs) if found is None else pool(
+    samples = load(Path(data), window=window, stride=stride, **options) if found is None else pool(
         found.train, found.test)
     if samples.client is None:
         raise DataError("names no client, so it is unknown which samples belong to one device", where=data,
                         hint="add an array or a column 'client'")
-    names, index, counts = np.unique(samples.client, return_inverse=True, return_counts=True)
+    clients, index, counts = np.unique(samples.client, return_inverse=True, return_counts=True)
     enough = np.flatnonzero(counts >= MIN_SAMPLES)
     if len(enough) < MIN_CLIENTS:
         raise DataError(
-            f"holds {len(names)} client{'s' * (len(names) > 1)}, {len(enough)} with {MIN_SAMPLES} samples or more",
+            f"holds {len(clients)} client{'s' * (len(clients) > 1)}, {len(enough)} with {MIN_SAMPLES} samples or more",
             where=data,
             expected=f"{MIN_CLIENTS} such clients: some to train, others to evaluate",
         )
     held = np.array([len(np.unique(samples.y[index == k], axis=0)) for k in enough])
     if samples.outputs and held.max() < 2:
-        raise DataError("holds clients whose targets never change: their mean would be right", where=data,
-                        expected="targets that differ")
-    if held.max() < 2:
+        what = "labels" if options.get("labels") else "targets"
+        raise DataError(f"holds clients whose {what} never change: their mean would be right", where=data,
+                        expected=f"{what} that differ")
+    if held.max() < 2 and task != anomaly.KIND:
         whole = "one class alone" if len(np.unique(samples.y)) < 2 else "clients of one class each"
         raise DataError(f"holds {whole}: a constant answer would be right", where=data,
                         expected="clients with samples of several classes")
     section: dict[str, Any] = {"set": data}
-    remarks = _remarks(samples, len(names), held)
+    remarks = _remarks(samples, len(clients), held, task)
     if not named:
         remarks = [*samples.notes, *model_input.remarks(samples.x), *remarks]
-        spec = model_input.standardized(by_time(samples, TRAIN_FRACTION)[0].x)
-        cut = schema.present({"window": window, "stride": stride, "outputs": list(outputs or ()) or None})
+        learned = by_time(samples, TRAIN_FRACTION)[0]
+        spec = model_input.standardized(learned.x[learned.y == 0] if task == anomaly.KIND else learned.x)
+        key = "normal" if task == anomaly.KIND else "outputs"
+        cut = schema.present({"window": window, "stride": stride, key: list(names) or None})
         section = {"path": data, **cut, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
-    models = models_for(samples, found.entry.model if found else "")
+    models = REPEATING_MODELS if task == anomaly.KIND else models_for(samples, found.entry.model if found else "")
     return Recordings(samples, section, len(enough), models, tuple(remarks))
 
 
-def _remarks(samples: Samples, names: int, held: np.ndarray[Any, Any]) -> list[str]:
-    few, one = names - len(held), int((held < 2).sum())
+def _remarks(samples: Samples, clients: int, held: np.ndarray[Any, Any], task: str) -> list[str]:
+    few, one, quiet = clients - len(held), int((held < 2).sum()), task == anomaly.KIND
     said = {
-        f"{few} of {names} clients have fewer than {MIN_SAMPLES} samples and are left out": few > 0,
+        f"{few} of {clients} clients have fewer than {MIN_SAMPLES} samples and are left out": few > 0,
         f"{MAX_CLIENTS} of {len(held)} clients are used, drawn at random": len(held) > MAX_CLIENTS,
         f"{one} of {len(held)} clients hold one class alone, which makes adapting easy":
-            one > 0 and not samples.outputs,
+            one > 0 and not samples.outputs and not quiet,
+        "no sample is labelled as an anomaly: models are compared by how well they repeat quiet samples, which does "
+        "not say which anomalies they find": quiet and not samples.y.any(),
         "there are no times: the order of the rows is used instead": samples.time is None,
         "the classes have no names, which a fleet needs: add an array 'classes'":
             samples.classes is None and not samples.outputs,

@@ -6,8 +6,8 @@
 4. the best of all, and training alone, with two more seeds;
 5. the recommended one with a few codecs.
 
-A plain baseline and the most frequent class are measured on the same samples; for numbers, ridge regression and each
-device's mean.
+A plain baseline and the most frequent class are measured on the same samples, or those of the task
+(``task_baselines``).
 
 The devices are the clients of the data, each split along time. A fifth of them never train: they are the new devices.
 Every method runs with its default hyper-parameters.
@@ -25,18 +25,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cloud_server.choices import codec_catalogue
-from cloud_server.choices.first_settings import toml_with_defaults
-from cloud_server.laboratory.advise import error_baselines, simple_baselines
+from cloud_server.choices.first_settings import first_hyper, toml_with_defaults
+from cloud_server.laboratory.advise import simple_baselines, task_baselines
 from cloud_server.laboratory.advise.candidates import Candidate, candidates, label_of
-from cloud_server.laboratory.advise.error_baselines import ErrorBaselines
 from cloud_server.laboratory.advise.recommendation import CODEC, Advice, baseline_facts, decide, federated, together
-from cloud_server.laboratory.advise.recordings import MAX_CLIENTS, MIN_SAMPLES, TRAIN_FRACTION, Recordings, recordings
+from cloud_server.laboratory.advise.recordings import (
+    MAX_CLIENTS,
+    MIN_SAMPLES,
+    REPEATING_MODELS,
+    TRAIN_FRACTION,
+    Recordings,
+    recordings,
+)
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
+from cloud_server.laboratory.advise.task_baselines import TaskBaselines
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.finished_runs import FinishedRun
 from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan import workload as workloads
-from cloud_server.laboratory.plan.experiment import PLAIN, Experiment
+from cloud_server.laboratory.plan.experiment import LOSSES, PLAIN, TASKS, Experiment
 from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import config, schema, storage
@@ -44,7 +51,8 @@ from fleet_core.base.errors import ConfigError
 from fleet_core.base.processes import typed
 from fleet_core.board import catalogue
 from fleet_core.power.energy_model import BoardModel
-from fleet_core.tasks.regression import KIND, LOSSES
+from fleet_core.tasks import anomaly, regression
+from fleet_core.tasks.labels import KIND as LABELS
 
 METHODS_TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
 """The baselines, and the best methods on heart beats and human activity (benchmarks/papers/sensors): for each kind of
@@ -59,6 +67,9 @@ WITH_ALL_METHODS, BEST_METHODS = 2, 2
 FINALISTS, MORE_SEEDS = 3, (1, 2)
 PLANNED = 0.85  # share of the budget that the plan may use
 
+NAMED_BY = {regression.KIND: "outputs", LABELS: "labels", anomaly.KIND: "normal"}
+"""The option of ``metafleet init`` that has a task's names."""
+
 T = TypeVar("T")
 Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
 """(experiment, folder, title) -> (folders of the runs that ended, why others failed)."""
@@ -67,8 +78,9 @@ Simulate = Callable[[Experiment, Path, str], tuple[list[Path], list[str]]]
 @dataclass(frozen=True)
 class Options:
     """data: a named set or a file. board: the profile that gives joules. window, stride: how a file of readings is cut
-    into windows. codecs: the codecs to try with the best method, each NAME for both ways or UP/DOWN. outputs, loss: of
-    numbers to predict, as in an experiment; outputs are None for classes."""
+    into windows. codecs: the codecs to try with the best method, each NAME for both ways or UP/DOWN. task: as in an
+    experiment. names: of its numbers or labels, empty for the file's own, or of the labels of quiet samples. loss: of
+    numbers."""
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})
@@ -76,13 +88,23 @@ class Options:
     window: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     codecs: tuple[str, ...] = field(default=CODECS_TRIED, metadata={"max_length": 100})
-    outputs: tuple[str, ...] | None = field(default=None, metadata={"sparse": True})
+    task: str = field(default=TASKS[0], metadata={"choices": TASKS, "sparse": True})
+    names: tuple[str, ...] = field(default=(), metadata={"sparse": True})
     loss: str = field(default=LOSSES[0], metadata={"choices": LOSSES, "sparse": True})
 
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods that are tried."""
-        return tuple(name for name in METHODS_TRIED if self.outputs is None or not METHODS[name].needs_classes)
+        return tuple(name for name in METHODS_TRIED if self.task == TASKS[0] or not METHODS[name].needs_classes)
+
+    @property
+    def init(self) -> str:
+        """Options of ``metafleet init`` for the task; empty for classes."""
+        if self.task == TASKS[0]:
+            return ""
+        loss = f" --loss {self.loss}" if self.task == regression.KIND else ""
+        named = f" --{NAMED_BY[self.task]} {typed(','.join(self.names))}" if self.names else ""
+        return f" --task {self.task}{loss}{named}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,7 @@ def advise(
 
     Raises DataError for data that cannot be evaluated, and ConfigError for a budget that is too short.
     """
-    found = recordings(options.data, options.window, options.stride, options.outputs)
+    found = recordings(options.data, options.window, options.stride, options.task, options.names)
     work = _Work(options, found, out, simulate, cores, clock)
     for remark in work.remarks:
         say(f"note: {remark}")
@@ -213,15 +235,15 @@ class _Work:
         return candidates(coded, self._cohort)
 
     def _near_chance(self, one: Candidate, rounds: int) -> bool:
-        if isinstance(self.simple, ErrorBaselines):
-            return one.error is not None and self.simple.near_mean(one.error)
+        if isinstance(self.simple, TaskBaselines):
+            return one.pooled_figure is not None and self.simple.near_constant(one.pooled_figure)
         return one.pooled is not None and bool(self.simple.near_chance(one.name, one.pooled, one.loss, rounds))
 
     @cached_property
-    def simple(self) -> SimpleBaselines | ErrorBaselines:
+    def simple(self) -> SimpleBaselines | TaskBaselines:
         if self._workload.task is None:
             return simple_baselines.on_test_samples(self._workload)
-        return error_baselines.on_test_samples(self._workload)
+        return task_baselines.on_test_samples(self._workload)
 
     def _other_models(self, labels: Sequence[str], rounds: int, first: Sequence[FinishedRun]) -> list[FinishedRun]:
         """Runs the best methods with further models. ``logistic``, which is only a head, needs methods that share
@@ -280,7 +302,8 @@ class _Work:
             "partition": {"kind": "natural", "options": {
                 "split": "time", "train_fraction": TRAIN_FRACTION, "min_samples": MIN_SAMPLES,
                 "max_clients": MAX_CLIENTS if many else 0}},
-            "method": [{"name": name, "label": label_of(name, label, codec)} for name in methods],
+            "method": [{"name": name, "label": label_of(name, label, codec), "hyper": self._hyper(name)}
+                       for name in methods],
             "seeds": list(seeds),
             "evaluation": {"every": 0 if stage == "pace" else math.ceil(rounds / 2), "new_devices": NEW_DEVICES,
                            "support": [SUPPORT], "support_split": "time"},
@@ -288,10 +311,17 @@ class _Work:
             "board": self._options.board,
         })
 
+    def _hyper(self, method: str) -> dict[str, Any]:
+        """The table ``hyper`` of a method, as in a first fleet."""
+        found: dict[str, Any] = schema.plain(
+            first_hyper(METHODS[method], repeating=self._options.task == anomaly.KIND))
+        return found
+
     @property
     def _task(self) -> dict[str, Any]:
         """Keys of an experiment's table ``model``."""
-        return {} if self._options.outputs is None else {"task": KIND, "loss": self._options.loss}
+        loss = {"loss": self._options.loss} if self._options.task == regression.KIND else {}
+        return {"task": self._options.task, **loss}
 
     # Outcome ----------------------------------------------------------------------------------------------------------
 
@@ -310,14 +340,12 @@ class _Work:
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
         cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
                       if value is not None)
-        if task is not None:
-            cut += f" --task {KIND} --loss {task.loss}"
-            cut += f" --outputs {typed(','.join(options.outputs))}" if options.outputs else ""
+        cut += options.init
         command = (f"metafleet init FLEET --data {typed(options.data)}{cut} --method {one.method} --model {model.name} "
                    f"--rounds {rounds}")
         command += f" --codec {codec_catalogue.option(advice.codec)}" if advice.codec != CODEC else ""
         return Outcome(advice, facts, self._fleet_toml(advice, rounds) if named else None,
-                       command if named and not model.options else None)
+                       command if named and (not model.options or model == REPEATING_MODELS[0]) else None)
 
     def _fleet_toml(self, advice: Advice, rounds: int) -> str:
         one = federated(advice)
@@ -328,7 +356,7 @@ class _Work:
             "model": {"name": model.name, "classes": list(self._workload.classes),
                       "input": schema.plain(self._workload.spec), "options": dict(model.options),
                       **({} if self._workload.task is None else {"task": schema.plain(self._workload.task)})},
-            "link": codec_catalogue.by_way(advice.codec), "hyper": schema.plain(METHODS[one.method].hyper()),
+            "link": codec_catalogue.by_way(advice.codec), "hyper": self._hyper(one.method),
         })
         config.parse(FleetConfig, text, "fleet.toml")
         return text

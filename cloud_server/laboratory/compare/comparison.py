@@ -16,14 +16,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cloud_server.figures.formatting import bytes_text, flops_text, phase_text
-from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, ERROR, FinishedRun, Point
+from cloud_server.figures.scores import ACCURACY, FIGURES
+from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Point
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
+from fleet_core.tasks.measured import Figure
 
 FORMAT = 1
 EXACT, FAMILY = "per-fedavg-exact", "per-fedavg"
-TARGETS_OF = {ACCURACY: "mean", "macro-f1": "macro_f1", ERROR: "mean"}
-"""The figures that a target may be for, and their names in ``Point.scores``. Of an error less is better."""
+MACRO_F1 = "macro-f1"
+TARGETS_OF = (*(key.replace("_", "-") for key in FIGURES), MACRO_F1)
+"""The figures that a target may be for: means over the devices, and macro-F1 over all samples with classes."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class Entry:
 class Comparison:
     """entries: the best first. settings: letter -> data, partition, model and evaluation. mixed: the parts that differ;
     if any does, this does not compare methods. baseline: the label that gains are relative to. target_of: the figure
-    that ``targets`` are for, a key of ``TARGETS_OF``; ``error`` in a comparison of models that predict numbers."""
+    that ``targets`` are for, one of ``TARGETS_OF``. measured: a key of ``FIGURES``, what mean, worst and best are
+    of."""
 
     entries: tuple[Entry, ...]
     targets: tuple[float, ...]
@@ -126,26 +130,27 @@ class Comparison:
     settings: Mapping[str, Mapping[str, str]]
     mixed: tuple[str, ...]
     remarks: tuple[str, ...] = ()
-    target_of: str = ACCURACY
+    target_of: str = ACCURACY.key
+    measured: str = ACCURACY.key
 
     @property
-    def measure(self) -> str:
+    def figure(self) -> Figure:
         """What mean, worst and best of the devices are of."""
-        return ERROR if self.target_of == ERROR else ACCURACY
+        return FIGURES[self.measured]
 
 
 def compare(
     runs: Sequence[FinishedRun], *, targets: Sequence[float] = (), baseline: str | None = None, mixed: bool = False,
-    remarks: Sequence[str] = (), target_of: str = ACCURACY,
+    remarks: Sequence[str] = (), target_of: str = ACCURACY.key,
 ) -> Comparison:
     """Compares runs. targets: values of ``target_of``; by default the accuracies named in the experiments, else the
     highest value that Per-FedAvg reached with every seed and the highest that any method reached with every seed.
 
-    Raises ConfigError for runs of different data, partitions or models (unless ``mixed``), for runs with accuracies
-    among runs with errors, for duplicate runs, and for an unknown ``baseline``.
+    Raises ConfigError for runs of different data, partitions or models (unless ``mixed``), for runs whose figures
+    are not the same, for duplicate runs, and for an unknown ``baseline``.
     """
-    target_of = _target_of(runs, target_of)
-    lower = target_of == ERROR
+    figure = _figure(runs)
+    target_of, lower = _target_of(figure, target_of), figure.lower
     settings = _settings(runs)
     differing = tuple(part for part in settings["A"] if len({one[part] for one in settings.values()}) > 1)
     if differing and not mixed:
@@ -155,7 +160,8 @@ def compare(
     ranked = sorted(groups.items(), key=lambda group: (_final(group[1]) * (1 if lower else -1), group[0]))
     plain = [_entry(label, group, letters[tuple(group[0].setting.items())]) for label, group in ranked]
     base = _baseline(plain, baseline)
-    aim, asked = Aim(TARGETS_OF[target_of], lower), {t for run in runs for t in run.targets if target_of != "macro-f1"}
+    aim = Aim("macro_f1") if target_of == MACRO_F1 else Aim("mean", lower)
+    asked = {t for run in runs for t in run.targets if target_of != MACRO_F1}
     wanted = sorted(set(targets) or asked, reverse=lower) or _best(dict(ranked), base, aim)
     of_base = {target: _cost(groups[base.label], target, aim) for target in wanted} if base else {}
     entries = tuple(
@@ -166,12 +172,12 @@ def compare(
         for entry in plain
     )
     return Comparison(entries, tuple(wanted), base.label if base else None, settings, differing, tuple(remarks),
-                      target_of)
+                      target_of, figure.key)
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What is to be reached. figure: a value of ``TARGETS_OF``. lower: less is better."""
+    """What is to be reached. figure: its key in ``Point.scores``. lower: less is better."""
 
     figure: str
     lower: bool = False
@@ -189,21 +195,26 @@ class Aim:
         return self.of(point) <= target if self.lower else self.of(point) >= target
 
 
-ACCURATE = Aim(TARGETS_OF[ACCURACY])
+ACCURATE = Aim("mean")
 
 
-def _target_of(runs: Sequence[FinishedRun], asked: str) -> str:
-    """``asked``, or the error if that is what the runs have. Raises ConfigError."""
-    errors = [run for run in runs if run.measure == ERROR]
-    if errors and len(errors) < len(runs):
-        other = next(run for run in runs if run.measure != ERROR)
-        raise ConfigError(f"{errors[0].where} has errors of numbers, and {other.where} accuracies",
-                          hint="compare them apart")
-    if errors and asked not in (ACCURACY, ERROR):
-        raise ConfigError(f"runs that predict numbers have no {asked}", expected=ERROR)
-    if not errors and asked == ERROR:
-        raise ConfigError("runs with classes have no error of numbers", expected=f"{ACCURACY} or macro-f1")
-    return ERROR if errors else asked
+def _figure(runs: Sequence[FinishedRun]) -> Figure:
+    """What all runs have. Raises ConfigError."""
+    first = runs[0]
+    other = next((run for run in runs if run.figure != first.figure), None)
+    if other is not None:
+        names = FIGURES[first.figure].name, FIGURES[other.figure].name
+        raise ConfigError(f"{first.where} has {names[0]}, and {other.where} {names[1]}", hint="compare them apart")
+    return FIGURES[first.figure]
+
+
+def _target_of(figure: Figure, asked: str) -> str:
+    """``asked``, or the runs' own figure in place of an accuracy that they do not have. Raises ConfigError."""
+    own = figure.key.replace("_", "-")
+    known = {ACCURACY.key, own} | ({MACRO_F1} if figure == ACCURACY else set())
+    if asked not in known:
+        raise ConfigError(f"these runs have no {asked}", where="--target-of", expected=" or ".join(sorted(known)))
+    return own if asked == ACCURACY.key else asked
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The curves of a comparison: accuracy, or error of numbers, against cost, as curves.png and as charts of the page.
+"""The curves of a comparison: accuracy, or what a task has in its place, against cost, as curves.png and as
+charts of the page.
 
 Colours: Okabe and Ito, "Color Universal Design", 2008, with Tol's indigo instead of their yellow, which is too light
 for a line. Dashes distinguish the labels without colour."""
@@ -13,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloud_server.figures import charts as svg_charts
 from cloud_server.figures.charts import MARKED_POINTS, Line, line_chart, ticks
-from cloud_server.figures.scores import ERROR
 from cloud_server.laboratory.compare.comparison import AXES, Comparison, Entry, Measure, Step
-from cloud_server.laboratory.compare.finished_runs import ACCURACY
 from fleet_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Chart:
 
 def charts(comparison: Comparison) -> list[Chart]:
     """A chart for every measure that is known for a label with a curve."""
-    found, highest = list[Chart](), 1.0 if comparison.measure == ACCURACY else math.inf
+    found, highest = list[Chart](), math.inf if comparison.figure.lower else 1.0
     for measure in AXES:
         taken = [
             (number, entry, [step for step in entry.curve if measure.key in step.spent])
@@ -85,7 +84,8 @@ def _scale(key: str, top: float) -> tuple[float, str]:
 
 def what(comparison: Comparison) -> str:
     """What the curves show."""
-    return "Accuracy" if comparison.measure == ACCURACY else ERROR
+    name = comparison.figure.name
+    return name[0].upper() + name[1:]
 
 
 def _curve(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.figures.scores import AMOUNT, SHARE
+from cloud_server.figures.scores import ACCURACY, AMOUNT, FIGURES, SHARE
 from cloud_server.results import outcome
 from cloud_server.results import result as results
 from cloud_server.results.folded_rounds import FoldedSums
@@ -27,8 +27,6 @@ SETTING_SECTIONS = ("evaluation", "data", "partition", "model")
 RUN_SPECIFIC = ("demo.seed", "demo.baseline", "fleet.fleet.seed", "fleet.fleet.name", "fleet.link.broker")
 MAX_RUNS = 10_000
 
-ACCURACY, ERROR = "accuracy", "error"
-
 Scores = Mapping[str, float]
 
 
@@ -37,7 +35,7 @@ class Point:
     """An evaluated round.
 
     scores: for ``devices`` (those that train), ``new SHARE`` and ``novel``: mean, worst, best and variance over the
-    devices, their number, pooled, macro_f1, nvar; of numbers also ``mae OUTPUT`` and ``r2 OUTPUT``. spent: measure ->
+    devices, their number, pooled, macro_f1, nvar; of a task without classes also ``MEASURE OUTPUT``. spent: measure ->
     cost from the first round to the end of this one. Missing figures are left out.
     """
 
@@ -51,7 +49,7 @@ class FinishedRun:
     """One run. where: its result.json. setting: part -> text; it must be equal in runs whose methods are compared.
     choices: its other options. points: in order of rounds. last: the final evaluation. spent: costs of the whole run.
     seconds: duration of its rounds on the machine that ran it, not on devices. loss: training loss of the last round.
-    measure: what mean, worst and best are of, ``accuracy`` or ``error``."""
+    figure: what mean, worst and best are of, a key of ``FIGURES``."""
 
     where: Path
     kind: str
@@ -67,7 +65,7 @@ class FinishedRun:
     spent: Mapping[str, float]
     seconds: float
     loss: float | None = None
-    measure: str = ACCURACY
+    figure: str = ACCURACY.key
 
 
 def gather(places: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
@@ -115,7 +113,9 @@ def _unfinished(place: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class Shares:
+    """Over devices; pooled: over all samples."""
+
     mean: float = field(metadata=SHARE)
     worst: float = field(metadata=SHARE)
     best: float = field(metadata=SHARE)
@@ -124,8 +124,8 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Error:
-    """Mean absolute errors in deviations of the targets."""
+class Amounts:
+    """The same of errors, which have no upper limit."""
 
     mean: float = field(metadata=AMOUNT)
     worst: float = field(metadata=AMOUNT)
@@ -136,14 +136,22 @@ class Error:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Figures of one kind of devices after one round. error, measures: in place of accuracy and macro_f1, of a model
-    that predicts numbers."""
+    """Figures of one kind of devices after one round: those of ``FIGURES``. measures: of a task without classes, which
+    has no macro_f1."""
 
-    accuracy: Accuracy | None = None
-    error: Error | None = None
+    accuracy: Shares | None = None
+    error: Amounts | None = None
+    micro_f1: Shares | None = None
+    auroc: Shares | None = None
+    difference: Amounts | None = None
     measures: Mapping[str, Mapping[str, float]] | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
     devices: Mapping[str, float] | None = None
+
+    @property
+    def known(self) -> list[str]:
+        """Keys of the figures that there are."""
+        return [key for key in FIGURES if getattr(self, key) is not None]
 
 
 @dataclass(frozen=True)
@@ -195,15 +203,16 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> FinishedRun:
         raise StateError(f"is not a simulation result: {'; '.join(map(str, problems[:5]))}", where=str(path))
     setting, choices, targets = _asked(run.config)
     points, spent = [], _Spending()
+    rows = [set(row.known) for row in run.rounds if row.known]
+    figure = next((key for key in FIGURES if rows and key in set.intersection(*rows)), ACCURACY.key)
     for row in run.rounds:
         spent.add(_amounts(row, _fallah_rounds(row)))
-        if row.accuracy is not None or row.error is not None:
-            points.append(Point(row.round, _scores(row), spent.sums()))
+        if figure in row.known:
+            points.append(Point(row.round, _scores(row, figure), spent.sums()))
     last = points[-1].scores if points else {}
-    measure = ERROR if any(row.error for row in run.rounds) else ACCURACY
     return FinishedRun(
         path, outcome.SIMULATION, run.label, run.method, run.seed, run.devices, setting, choices, targets,
-        tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None, measure,
+        tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None, figure,
     )
 
 
@@ -239,15 +248,16 @@ class _Spending:
         return dict(self._sums or {})
 
 
-def _scores(row: Round) -> dict[str, Scores]:
-    found = {DEVICES: {**_figures(row), **({} if row.nvar is None else {"nvar": row.nvar})}}
-    found |= {f"new {support}": _figures(evaluated) for support, evaluated in (row.new_devices or {}).items()}
-    found |= {NOVEL: _figures(row.novel_classes)} if row.novel_classes else {}
+def _scores(row: Round, figure: str) -> dict[str, Scores]:
+    found = {DEVICES: {**_figures(row, figure), **({} if row.nvar is None else {"nvar": row.nvar})}}
+    found |= {f"new {support}": _figures(one, figure) for support, one in (row.new_devices or {}).items()}
+    found |= {NOVEL: _figures(row.novel_classes, figure)} if row.novel_classes else {}
     return {name: scores for name, scores in found.items() if scores}
 
 
-def _figures(evaluated: Evaluated) -> dict[str, float]:
-    spread = evaluated.accuracy or evaluated.error
+def _figures(evaluated: Evaluated, figure: str) -> dict[str, float]:
+    """figure: a key of ``FIGURES``; without it, nothing is known."""
+    spread = getattr(evaluated, figure)
     if spread is None:
         return {}
     every = {**schema.plain(spread), "macro_f1": evaluated.macro_f1}

@@ -12,9 +12,10 @@ from cloud_server.figures.charts import swatch
 from cloud_server.figures.formatting import ABSENT, bytes_text, count_text, flops_text, phase_text
 from cloud_server.figures.html_elements import card, cards, heading, page, row, table
 from cloud_server.figures.html_style import STYLE
-from cloud_server.figures.scores import ERROR as MAE_IN_DEVIATIONS
+from cloud_server.figures.scores import ACCURACY
 from cloud_server.laboratory.compare import comparison_charts
 from cloud_server.laboratory.compare.comparison import (
+    MACRO_F1,
     MEASURES,
     Comparison,
     Entry,
@@ -23,12 +24,13 @@ from cloud_server.laboratory.compare.comparison import (
     Stat,
     number_text,
 )
-from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, ERROR, flat
+from cloud_server.laboratory.compare.finished_runs import DEVICES, flat
 from cloud_server.laboratory.compare.tables import (
     bound_text,
     gain_text,
     kind_text,
     kinds,
+    less_is_better,
     of_outputs,
     share,
     small,
@@ -42,8 +44,6 @@ SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("variance", "variance over devices", small), ("macro_f1", "macro-F1", share), ("nvar", "nVAR", small),
 )
 OTHERS = SCORES[:3] + SCORES[4:5]
-LOWER = ("variance", "nvar")
-"""Figures of which less is better; of errors all but R² are."""
 COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("rounds", "rounds", number_text), ("models", "models transmitted", number_text),
     ("fallah_rounds", "in rounds of Per-FedAvg", number_text), ("up_bytes", "payload up", bytes_text),
@@ -69,7 +69,11 @@ NOTES = (
     ("accuracy", "Each device's own model on its own test samples; all devices have the same weight."),
     ("MAE in deviations", "In place of an accuracy, if models predict numbers: the mean absolute error of each number, "
      "divided by the deviation of its targets in training, averaged; less is better. MAE: in the number's own unit."),
-    ("variance", "Variance of the accuracy over devices; 0 if all devices have the same."),
+    ("micro-F1", "In its place, if samples have several labels: the F1 of all labels' counts together."),
+    ("AUROC", "In its place, if models detect anomalies: the chance that an anomaly has a higher score than a quiet "
+     "sample of its device. Without labelled anomalies the difference in deviations: how badly a model repeats a quiet "
+     "sample; less is better, and it does not say which anomalies are found."),
+    ("variance", "Variance over devices of the accuracy, or of what is in its place; 0 if all devices have the same."),
     ("nVAR", "Normalized variance of the representation (Lim et al. 2024, Table 4); less is better."),
     ("models transmitted", "Whole models, down and up, over all devices, as Metafleet sends them."),
     ("rounds of Per-FedAvg", "Models transmitted as the papers count them (Acar et al. 2021): per device, in units of "
@@ -140,7 +144,7 @@ def _warnings(comparison: Comparison) -> str:
 def _cards(comparison: Comparison) -> str:
     if comparison.mixed:
         return ""
-    extreme, measure = ("Highest", ACCURACY) if comparison.measure == ACCURACY else ("Lowest", MAE_IN_DEVIATIONS)
+    extreme, measure = "Lowest" if comparison.figure.lower else "Highest", comparison.figure.name
     return cards([
         _best_card(f"{extreme} {measure}, mean over devices", comparison, DEVICES, "mean"),
         _best_card(f"{extreme} {measure} of the worst device", comparison, DEVICES, "worst"),
@@ -153,7 +157,7 @@ def _best_card(title: str, comparison: Comparison, kind: str, name: str) -> str:
     found = [(scores[name], e.label) for e in comparison.entries if name in (scores := e.final.get(kind, {}))]
     if not found:
         return ""
-    best, label = (max if comparison.measure == ACCURACY else min)(found, key=lambda one: one[0].mean)
+    best, label = (min if comparison.figure.lower else max)(found, key=lambda one: one[0].mean)
     return card(title, _stat(best, share), label)
 
 
@@ -203,7 +207,7 @@ def _scores(comparison: Comparison) -> str:
 
 
 def _others(comparison: Comparison) -> str:
-    parts, shown = [], OTHERS if comparison.measure == ACCURACY else SCORES[:3]
+    parts, shown = [], OTHERS if comparison.figure == ACCURACY else SCORES[:3]
     for kind in kinds(comparison):
         rows = [
             (place, [entry.final[kind].get(name) for name, _, _ in shown])
@@ -231,8 +235,8 @@ def _stats(
     best: list[float | None] = []
     for k, (name, _, _) in enumerate(columns):
         values = [stat.mean for _, stats in rows if (stat := stats[k])]
-        shown = mark and not comparison.mixed and len(set(values)) > 1
-        lower = name in LOWER or (comparison.measure != ACCURACY and not name.startswith("r2 "))
+        lower = less_is_better(comparison, name)
+        shown = mark and not comparison.mixed and len(set(values)) > 1 and lower is not None
         best.append((min if lower else max)(values) if shown else None)
     body = [
         _row(comparison, place, [
@@ -246,8 +250,8 @@ def _stats(
 
 def _targets(comparison: Comparison) -> str:
     over = f"; below, the gain over {comparison.baseline}" if comparison.baseline else ""
-    named = {ACCURACY: "an accuracy", ERROR: f"an {ERROR}"}
-    what, parts = named.get(comparison.target_of, f"a {comparison.target_of}"), []
+    word = comparison.target_of if comparison.target_of == MACRO_F1 else comparison.figure.name
+    what, parts = f"an {word}" if word[0] in "aAM" else f"a {word}", list[str]()
     for k, target in enumerate(comparison.targets):
         measured = [m for m in MEASURES if any(m.key in entry.reached[k].at for entry in comparison.entries)]
         rows = [

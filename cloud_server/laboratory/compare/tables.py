@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 
 from cloud_server.figures.formatting import ABSENT, bytes_text, phase_text, plain_text
-from cloud_server.figures.scores import ERROR as MAE_IN_DEVIATIONS
+from cloud_server.figures.scores import ACCURACY
 from cloud_server.laboratory.compare.comparison import (
     MEASURES,
     Bound,
@@ -18,11 +18,13 @@ from cloud_server.laboratory.compare.comparison import (
     Stat,
     number_text,
 )
-from cloud_server.laboratory.compare.finished_runs import ACCURACY, DEVICES, NOVEL
-from fleet_core.tasks.task import NAMES
+from cloud_server.laboratory.compare.finished_runs import DEVICES, NOVEL
+from fleet_core.tasks.task import KINDS, NAMES
 
 MOST_OUTPUTS = 4
 """Measures of single numbers in a line of the terminal."""
+LOWER = ("variance", "nvar")
+"""Figures of which less is better, whatever the runs measure."""
 TIMES = "\u00d7"
 SIGNS = {"=": "", ">": ">", "<": "<"}
 CSV_HEADS = ("label", "method", "setting", "seeds", "table", "figure", "mean", "std", "min", "max", "sign", "reached")
@@ -33,13 +35,13 @@ def share(value: float) -> str:
 
 
 def amount(value: float) -> str:
-    """In the unit of a number that a model predicts: 1,230, 12.3 or 0.00123."""
+    """In the unit of a number that a model predicts, or of a score: 1,230, 12.3 or 0.00123."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def text_of(key: str) -> Callable[[float], str]:
     """How a figure of ``Entry.final`` is written."""
-    return amount if key.startswith("mae ") else share
+    return amount if key.startswith(("mae ", "score ")) else share
 
 
 def small(value: float) -> str:
@@ -95,16 +97,27 @@ def kind_head(kind: str) -> str:
 
 def columns(comparison: Comparison) -> list[tuple[str, str]]:
     """(key in ``Entry.final``, title) of a kind's figures on the terminal."""
-    if comparison.measure == ACCURACY:
-        return [("mean", "accuracy"), ("worst", "worst device"), ("macro_f1", "macro-F1")]
-    return [("mean", MAE_IN_DEVIATIONS), ("worst", "worst device"), *of_outputs(comparison)[:MOST_OUTPUTS]]
+    own = [("mean", comparison.figure.name), ("worst", "worst device")]
+    if comparison.figure == ACCURACY:
+        return [*own, ("macro_f1", "macro-F1")]
+    return [*own, *of_outputs(comparison)[:MOST_OUTPUTS]]
 
 
 def of_outputs(comparison: Comparison) -> list[tuple[str, str]]:
-    """(key, title) of the measures of each number that the models predict: ``mae speed``, MAE speed."""
+    """(key, title) of a task's measures over all samples, in the order of ``NAMES``: ``mae speed``, MAE speed;
+    ``macro_f1 all``, macro-F1. That by which runs are compared is left out: its mean over the devices is shown."""
     found = {key: None for entry in comparison.entries for key in entry.final[DEVICES] if key.partition(" ")[2]}
-    return [(key, f"{NAMES.get(name, name)} {output}") for key in found
-            for name, _, output in [key.partition(" ")]]
+    named = [(key, name, key.removeprefix(f"{name} ")) for name in NAMES if name != comparison.measured
+             for key in found if key.startswith(f"{name} ")]
+    return [(key, NAMES[name] if output == "all" else f"{NAMES[name]} {output}") for key, name, output in named]
+
+
+def less_is_better(comparison: Comparison, key: str) -> bool | None:
+    """Of a figure of ``Entry.final``; None if neither less nor more is."""
+    name, _, output = key.partition(" ")
+    if output:
+        return next((kind.lower(name, output) for kind in KINDS.values() if name in kind.NAMES), None)
+    return comparison.figure.lower if name in ("mean", "worst", "best") else name in LOWER
 
 
 # On a terminal --------------------------------------------------------------------------------------------------------
@@ -132,7 +145,7 @@ def targets_text(comparison: Comparison) -> str:
 
 def target_head(comparison: Comparison, target: float) -> str:
     """``to 0.9``, or ``to macro-f1 0.9``."""
-    return f"to {target:g}" if comparison.target_of == ACCURACY else f"to {comparison.target_of} {target:g}"
+    return f"to {target:g}" if comparison.target_of == ACCURACY.key else f"to {comparison.target_of} {target:g}"
 
 
 def _line(entry: Entry, shown: Sequence[tuple[str, str]], others: Sequence[str]) -> tuple[str, ...]:

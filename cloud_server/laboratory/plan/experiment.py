@@ -33,7 +33,8 @@ from fleet_core.privacy import settings as privacy
 from fleet_core.privacy.settings import CENTRAL, PrivacySection
 from fleet_core.robust import settings as robust
 from fleet_core.robust.settings import RobustSection
-from fleet_core.tasks.regression import KIND, LOSSES
+from fleet_core.tasks import anomaly, labels, regression
+from fleet_core.tasks.task import VARIANTS
 
 PLAIN = "none"
 PRECISIONS = ("float32", "bfloat16")
@@ -47,7 +48,8 @@ FILE_KEYS = ("data.file", "data.samples", "data.data")  # often written instead 
 SERVER, RUNNING, LATEST = "server", "running-mean", "latest-mean"
 KINDS = (SERVER, RUNNING, LATEST)
 """Other models than the served one, under which devices can be evaluated; see ``other_models``."""
-TASKS = ("classes", KIND)
+LOSSES = regression.LOSSES
+TASKS = ("classes", *VARIANTS)
 WITHOUT_CLASSES = ("natural", "iid")
 """The partitions that do not look at classes."""
 SEVERAL = ("method", "seeds")
@@ -62,7 +64,8 @@ class DataSection:
     set ``synthetic``. scale, mean, std: scaling of the model's input, instead of the set's own. standardize: instead of
     scale, mean and std, scale each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet
     cannot do. backbone: a file of 'metafleet backbone make', whose features are the samples of every device. outputs:
-    with ``model.task`` regression, the names of the targets in ``path``; none for the file's own."""
+    with ``model.task`` regression or multi-label, the names of the targets or labels in ``path``; none for the file's
+    own. normal: with ``model.task`` anomaly, the labels of quiet samples."""
 
     set: str | None = field(default=None, metadata=TEXT)
     path: str | None = field(default=None, metadata={"max_length": 4096})
@@ -78,6 +81,7 @@ class DataSection:
     standardize: bool = False
     backbone: str | None = field(default=None, metadata={"max_length": 4096, "sparse": True})
     outputs: tuple[str, ...] = field(default=(), metadata={**TEXT, "sparse": True})
+    normal: tuple[str, ...] = field(default=(), metadata={**TEXT, "sparse": True})
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,17 @@ class PartitionSection:
 @dataclass(frozen=True)
 class ModelSection:
     """name: a named model or ``package.module:build``; options: its keyword arguments. task: what it answers; loss: of
-    numbers."""
+    numbers; share: of quiet samples that may raise an alarm, where it detects anomalies."""
 
     name: str = field(metadata=TEXT)
     options: Mapping[str, Any] = field(default_factory=dict)
     task: str = field(default=TASKS[0], metadata={"choices": TASKS, "sparse": True})
     loss: str = field(default=LOSSES[0], metadata={"choices": LOSSES, "sparse": True})
+    share: float = field(default=anomaly.SHARE, metadata={"above": 0.0, "max": 0.5, "sparse": True})
+
+    @property
+    def classes(self) -> bool:
+        return self.task == TASKS[0]
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ class EvaluationSection:
     novel classes (devices, classes_per_device, shots, queries). test_step: as in Fallah's table, the gradient step at
     test uses the test samples, including their labels! also_test_step: evaluate this way in addition, under
     ``test_step``. models: models under which devices are evaluated in addition to the served one (``other_models``).
-    targets: accuracies whose cost is reported; mean errors in deviations, if the model predicts numbers."""
+    targets: accuracies whose cost is reported, or what a task without classes has in their place."""
 
     every: int = field(default=10, metadata={"min": 0, "max": 1_000_000})
     devices: int = field(default=0, metadata={"min": 0, "max": 1_000_000})
@@ -322,18 +331,24 @@ def _evaluation_checks(evaluation: EvaluationSection) -> Iterator[schema.Problem
 
 
 def _task_checks(found: Experiment) -> Iterator[schema.Problem]:
-    if found.model.task != KIND:
-        if found.data.outputs or found.model.loss != LOSSES[0]:
-            key = "data.outputs" if found.data.outputs else "model.loss"
-            yield schema.Problem(key, f"is for numbers to predict: give model.task = '{KIND}'")
+    task = found.model.task
+    for key, given, kinds in (
+        ("data.outputs", bool(found.data.outputs), (regression.KIND, labels.KIND)),
+        ("model.loss", found.model.loss != LOSSES[0], (regression.KIND,)),
+        ("data.normal", bool(found.data.normal), (anomaly.KIND,)),
+        ("model.share", found.model.share != anomaly.SHARE, (anomaly.KIND,)),
+    ):
+        if given and task not in kinds:
+            yield schema.Problem(key, f"is for another task: give model.task = '{' or '.join(kinds)}'")
+    if found.model.classes:
         return
     if found.data.path is None:
-        yield schema.Problem("data.set", "has classes, no numbers to predict: give data.path")
+        yield schema.Problem("data.set", f"has classes, and the task is {task}: give data.path")
     if found.partition.kind not in WITHOUT_CLASSES:
         yield schema.Problem("partition.kind", f"'{found.partition.kind}' divides classes: give "
                                                f"{' or '.join(WITHOUT_CLASSES)}")
     if found.evaluation.novel_classes:
-        yield schema.Problem("evaluation.novel_classes", "a model that predicts numbers has no classes")
+        yield schema.Problem("evaluation.novel_classes", f"a model with the task {task} has no classes")
 
 
 def _grid_checks(key: str, section: MethodSection) -> Iterator[schema.Problem]:

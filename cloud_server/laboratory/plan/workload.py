@@ -33,7 +33,13 @@ from fleet_core.data.sets.set_cache import load_set
 from fleet_core.data.shaping import resize
 from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
-from fleet_core.tasks.regression import KIND, Regression
+from fleet_core.tasks import anomaly
+from fleet_core.tasks import task as tasks
+from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.labels import KIND as LABELS
+from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.task import Task
 
 TIME = "time"
 FEATURES_BYTES = 4 << 30
@@ -43,7 +49,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Raw samples x [N, *shape] and labels y int64 [N] in the device's numbering, or targets [N, K]."""
+    """Raw samples x [N, *shape] and labels y int64 [N] in the device's numbering, or targets or labels [N, K]."""
 
     x: Array
     y: Array
@@ -53,7 +59,7 @@ class Part:
 class Workload:
     """train: the devices that train. new: devices that never train. novel: devices with classes that no device trains
     on. samples: the pool that the shares index. spec: the model's input. classes: the classes of the model's head.
-    support_split: how a new device's samples are divided. task: of a model that predicts numbers, with mean and
+    support_split: how a new device's samples are divided. task: of a model without classes; numbers have mean and
     deviation of the training samples of the devices that train."""
 
     samples: Samples
@@ -63,7 +69,7 @@ class Workload:
     spec: InputSpec
     classes: tuple[str, ...]
     support_split: str = "random"
-    task: Regression | None = None
+    task: Task | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,11 +77,11 @@ class Workload:
 
     def own(self, share: Share) -> Part:
         """A device's training samples."""
-        return self.part(share, share.train)
+        return self.to_learn(self.part(share, share.train))
 
     def later(self, share: Share) -> Part:
         """A device's test samples."""
-        return self.part(share, share.test)
+        return self._held_back(share, share.test)
 
     def divided(self, share: Share, support: float, seed: int) -> tuple[Part, Part]:
         """(support, query) of a new device. support: the share of its samples that it learns from, drawn by class or
@@ -84,7 +90,25 @@ class Workload:
             first, second = time_split(share, self.samples, support)
         else:
             first, second = support_query(share, self.samples.strata, support, seed=seed)
-        return self.part(share, first), self.part(share, second)
+        return self.to_learn(self.part(share, first)), self._held_back(share, second)
+
+    def to_learn(self, part: Part) -> Part:
+        """What a model learns from these samples."""
+        if self.task is None:
+            return part
+        rows, targets = self.task.to_learn(part.y)
+        return Part(part.x[_slice_of(rows)], targets)
+
+    def strata_to_learn(self, share: Share) -> Array:
+        """``Samples.strata`` of a device's training samples."""
+        strata = self.samples.strata[share.train]
+        return strata if self.task is None else strata[self.task.to_learn(self.samples.y[share.train])[0]]
+
+    def _held_back(self, share: Share, rows: Array) -> Part:
+        """Of a task in the order of time, of which the threshold of anomalies takes the earlier part."""
+        if self.task is not None and self.samples.time is not None:
+            rows = rows[np.argsort(self.samples.time[rows], kind="stable")]
+        return self.part(share, rows)
 
     def part(self, share: Share, rows: Array) -> Part:
         taken = _slice_of(rows)
@@ -115,12 +139,20 @@ def build(experiment: Experiment) -> Workload:
         novel = newcomers(asked, train, test, unseen, seed=section.seed)
     if experiment.cohort > len(shares):
         raise ConfigError(f"a cohort of {experiment.cohort} out of {len(shares)} devices", hint="lower cohort")
-    task = None
-    if samples.outputs:
-        rows = np.concatenate([share.train for share in shares])
-        task = Regression.of(samples.outputs, samples.y[rows], experiment.model.loss)
+    task = _task(experiment, samples, shares, spec)
     classes = () if task else _classes(samples, shares)
     return Workload(samples, shares, new, novel, spec, classes, evaluation.support_split, task)
+
+
+def _task(experiment: Experiment, samples: Samples, shares: tuple[Share, ...], spec: InputSpec) -> Task | None:
+    model = experiment.model
+    if model.classes:
+        return None
+    if model.task == anomaly.KIND:
+        return Anomaly.of(spec.shape, experiment.data.normal, share=model.share)
+    if model.task == LABELS:
+        return MultiLabel(samples.outputs)
+    return Regression.of(samples.outputs, samples.y[np.concatenate([share.train for share in shares])], model.loss)
 
 
 def _held_out(shares: tuple[Share, ...], experiment: Experiment) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
@@ -169,11 +201,13 @@ def _check_devices(workload: Workload, runs: Sequence[Run], supports: Sequence[f
     compared = sorted(method.name for method in divided if method.adaptation in EPISODIC)
     stepped = sorted(method.name for method in divided if method.adaptation not in EPISODIC)
     if compared:
-        poor = [share.name for share in workload.train if np.bincount(y[share.train]).max() < 2]
+        poor = [share.name for share in workload.train if np.bincount(workload.strata_to_learn(share)).max() < 2]
         bad += [f"{name}: no class has two training samples, which {compared[0]} needs" for name in poor]
     elif stepped:
-        poor = [share.name for share in workload.train if len(share.train) < 2]
+        poor = [share.name for share in workload.train if len(workload.strata_to_learn(share)) < 2]
         bad += [f"{name}: fewer than two training samples, and {stepped[0]} needs them" for name in poor]
+    bad += [f"{share.name}: no sample to train on" for share in workload.train
+            if not len(workload.strata_to_learn(share))]
     for share in workload.new:
         try:
             for support in supports:
@@ -191,6 +225,8 @@ def _warnings(methods: Sequence[Method], workload: Workload) -> Iterator[str]:
         if permuted and ("prototypes" in method.shared or "head" in method.shared):
             what = "class means" if "prototypes" in method.shared else "a head"
             yield f"{method.name} shares {what} between devices that number their classes differently"
+    if workload.task is not None:
+        return
     strange = sum(not np.isin(y[share.test], y[share.train]).all() for share in workload.train)
     if strange:
         yield f"{strange} of {len(workload.train)} devices are evaluated on classes that they do not train on"
@@ -201,9 +237,8 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
     test: Samples | None = None
     if section.path is not None:
         size, fit = resize.size_of(section.size, section.fit)
-        outputs = section.outputs if experiment.model.task == KIND else None
         train = load(Path(section.path), window=section.window, stride=section.stride, size=size, fit=fit,
-                     outputs=outputs)
+                     **tasks.reading(experiment.model.task, section.outputs or section.normal))
         spec = replace(model_input.plain(train.x), fit=fit)
     elif section.set == SYNTHETIC:
         train = _synthetic(section.options, experiment.partition.seed)

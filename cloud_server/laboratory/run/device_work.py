@@ -37,7 +37,7 @@ from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.privacy import gaussian, masks
 from fleet_core.privacy.gaussian import Private
 from fleet_core.privacy.settings import LOCAL
-from fleet_core.tasks.regression import Errors
+from fleet_core.tasks.measured import Measured
 from fleet_core.training.local_round import TrainResult
 from fleet_core.training.round_plans import Participant, capped
 
@@ -111,8 +111,8 @@ class DeviceEvaluation:
 
     confusion: int64 [K, K + 1], rows are true classes and columns answers, in the numbering of the whole set; the last
     column counts answers that name no class of the device. before: the same for the served model, or None if it cannot
-    answer unpersonalized. moments: None if no body is shared. errors, errors_before: in place of confusion and before,
-    of a model that predicts numbers.
+    answer unpersonalized. moments: None if no body is shared. measured, measured_before: in place of confusion and
+    before, of a model without classes.
     """
 
     client: str
@@ -122,8 +122,8 @@ class DeviceEvaluation:
     before: Array | None = None
     moments: ClassMoments | None = None
     error: str = ""
-    errors: Errors | None = None
-    errors_before: Errors | None = None
+    measured: Measured | None = None
+    measured_before: Measured | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +270,7 @@ class Worker:
             own, query = self._parts(task, share)
             state = self._clients.load(client, task.round) if kind == "train" else {}
             if self.workload.task is not None:
-                return self._of_numbers(task, client, own, query, state)
+                return self._of_task(task, client, own, query, state)
             found = self._confusion(share, query.y, self._answers(task, own, query, state))
             moments = self._moments(task, share, query) if kind == "train" else None
             return DeviceEvaluation(client, kind, support, found, self._before(task, share, query), moments)
@@ -281,7 +281,8 @@ class Worker:
         if task.kind == "new":
             return self.workload.divided(share, task.support, self._experiment.partition.seed)
         own, later = self.workload.own(share), self.workload.later(share)
-        return (later if self._experiment.evaluation.test_step or task.kind == TEST_STEP else own), later
+        at_test = self._experiment.evaluation.test_step or task.kind == TEST_STEP
+        return (self.workload.to_learn(later) if at_test else own), later
 
     def _answers(self, task: EvaluationTask, support: Part, query: Part, state: ClientState) -> Array:
         """The device's answers to the query, classes int64 [N], by its own model."""
@@ -312,18 +313,21 @@ class Worker:
             self._method, self._model, self.layout, task.served, support.x, support.y, self._hyper, state, scalars
         )
 
-    def _of_numbers(
+    def _of_task(
         self, task: EvaluationTask, client: str, support: Part, query: Part, state: ClientState
     ) -> DeviceEvaluation:
-        own, whole = self._errors(self._adapted(task, support, state), query), self._whole_model(task)
-        before = None if whole is None else self._errors(whole, query)
-        return DeviceEvaluation(client, task.kind, task.support, errors=own, errors_before=before)
+        own, whole = self._measured(self._adapted(task, support, state), query), self._whole_model(task)
+        before = None if whole is None else self._measured(whole, query)
+        return DeviceEvaluation(client, task.kind, task.support, measured=own, measured_before=before)
 
-    def _errors(self, params: Params, query: Part) -> Errors:
+    def _measured(self, params: Params, query: Part) -> Measured:
         target = self.workload.task
         assert target is not None
         answers = local_training.predict_logits(self._model, params, query.x)
-        return Errors.of(target, query.y, target.in_units(answers))
+        found = target.measured(query.y, target.in_units(answers))
+        if not found.samples or not found.compared:
+            raise DataError("no sample is left to evaluate on, beside those that the threshold comes from")
+        return found
 
     def _whole_model(self, task: EvaluationTask) -> Params | None:
         """The served model; None if it has no head, or not all groups."""

@@ -35,9 +35,6 @@ from fleet_core.data.partitions import Share
 from fleet_core.data.samples import Samples
 from fleet_core.learning import models
 from fleet_core.model.layout import InputSpec, Layout
-from fleet_core.tasks.anomaly import Anomaly
-from fleet_core.tasks.labels import MultiLabel
-from fleet_core.tasks.regression import Regression
 
 DEVICES, ROUNDS = 4, 6
 PER_CLASS = 40
@@ -52,8 +49,6 @@ def rehearsed(asked: Asked, flops: float, own: Workload | None = None) -> Rehear
     """Sizes from rounds 2 to ``ROUNDS`` of ``DEVICES`` devices. flops: of one device and round. own: the samples and
     devices of an experiment, or of a file; without them samples are generated. Raises ConfigError if it would take
     long, and FleetError."""
-    if isinstance(asked.layout.task, (MultiLabel, Anomaly)):
-        raise ConfigError(f"a rehearsal knows classes and numbers, not {asked.layout.task.kind}")
     if not asked.moving.everything:
         raise ConfigError("some arrays are frozen")
     devices = min(DEVICES, asked.devices, DEVICES if own is None else len(own.train))
@@ -92,31 +87,27 @@ def divided(samples: Samples, layout: Layout) -> Workload:
     rows = [np.flatnonzero(samples.client == name) for name in samples.clients[:DEVICES]] if samples.clients else (
         np.array_split(np.random.default_rng(0).permutation(len(samples.y)), DEVICES))
     shares = tuple(Share(f"d{k}", np.sort(own), own[:0]) for k, own in enumerate(rows))
-    return Workload(samples, shares, (), (), layout.input, layout.classes, task=_numbers(layout))
+    return Workload(samples, shares, (), (), layout.input, layout.classes, task=layout.task)
 
 
 def generated(layout: Layout, devices: int) -> Workload:
-    """Samples of ``layout``'s input: a smooth pattern for each class, plus one for each device, plus noise. For numbers
-    a pattern for each output, times the target. Raises ConfigError for an input of whole numbers."""
-    rng, spec, classes, task = np.random.default_rng(0), layout.input, len(layout.answers), _numbers(layout)
+    """Samples of ``layout``'s input: a smooth pattern for each class, plus one for each device, plus noise. For a task
+    without classes a few patterns, as strong as the task says. Raises ConfigError for an input of whole numbers."""
+    rng, spec, task, classes = np.random.default_rng(0), layout.input, layout.task, len(layout.classes)
     if spec.dtype == "int64":
         raise ConfigError("no samples can be generated for an input of whole numbers")
-    patterns, own = _smooth(rng, classes, spec), _smooth(rng, devices, spec)
-    y = np.tile(np.repeat(np.arange(classes), PER_CLASS), devices)
-    device = np.repeat(np.arange(devices), classes * PER_CLASS)
-    signal = patterns[y]
-    if task is not None:
-        targets = rng.normal(size=(len(y), classes))
-        signal, y = np.tensordot(targets, patterns, 1), task.in_units(targets)
-    x = signal + own[device] / 2 + NOISE * rng.normal(size=(len(y), *spec.shape))
+    device = np.repeat(np.arange(devices), PER_CLASS * (len(task.outputs) if task else classes))
+    if task is None:
+        y = np.tile(np.repeat(np.arange(classes), PER_CLASS), devices)
+        signal = _smooth(rng, classes, spec)[y]
+    else:
+        strength, y = task.generated(rng, len(device))
+        signal = np.tensordot(strength, _smooth(rng, strength.shape[1], spec), 1)
+    x = signal + _smooth(rng, devices, spec)[device] / 2 + NOISE * rng.normal(size=(len(y), *spec.shape))
     rows = np.arange(len(y)).reshape(devices, -1)
     shares = tuple(Share(f"d{k}", rows[k], rows[k][:0]) for k in range(devices))
-    samples = Samples(_raw(x, spec), y, classes=layout.classes, outputs=task.outputs if task else ())
+    samples = Samples(_raw(x, spec), y, classes=layout.classes, outputs=task.columns if task else ())
     return Workload(samples, shares, (), (), spec, layout.classes, task=task)
-
-
-def _numbers(layout: Layout) -> Regression | None:
-    return layout.task if isinstance(layout.task, Regression) else None
 
 
 def _smooth(rng: np.random.Generator, count: int, spec: InputSpec) -> Array:

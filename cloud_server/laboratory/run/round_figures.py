@@ -18,7 +18,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base.error_bounds import Spread
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.radio import NO_RADIO, RadioModel
-from fleet_core.tasks.regression import Errors, Regression
+from fleet_core.tasks.task import KINDS, Task, together
 
 Array = np.ndarray[Any, Any]
 
@@ -93,10 +93,10 @@ def of_round(
     return row | ({"errors": errors} if errors else {})
 
 
-def evaluated(evaluations: Iterable[DeviceEvaluation], task: Regression | None = None) -> dict[str, Any]:
+def evaluated(evaluations: Iterable[DeviceEvaluation], task: Task | None = None) -> dict[str, Any]:
     """The figures of a round's evaluation: accuracy over devices and pooled, macro-F1, variance, nVAR; likewise with a
-    gradient step at test, for new devices by support share, and for novel classes. task: of a model that predicts
-    numbers, with ``error`` and ``measures`` in place of accuracy and macro-F1."""
+    gradient step at test, for new devices by support share, and for novel classes. task: of a model without
+    classes, with the figures of the task and ``measures`` in place of accuracy and macro-F1."""
     of: dict[tuple[str, float], list[DeviceEvaluation]] = {}
     for evaluated in evaluations:
         of.setdefault((evaluated.kind, evaluated.support), []).append(evaluated)
@@ -106,7 +106,7 @@ def evaluated(evaluations: Iterable[DeviceEvaluation], task: Regression | None =
         wrong = {evaluated.client: evaluated.error for evaluated in found if evaluated.error}
         summary: dict[str, Any] = {}
         if sound:
-            summary = _summary(sound) if task is None else _of_numbers(sound, task)
+            summary = _summary(sound) if task is None else _of_task(sound, task)
         summary |= {"not_evaluated": wrong} if wrong else {}
         if kind == "train":
             row |= summary
@@ -138,29 +138,28 @@ def _summary(evaluations: Sequence[DeviceEvaluation]) -> dict[str, Any]:
     return summary
 
 
-def _of_numbers(evaluations: Sequence[DeviceEvaluation], task: Regression) -> dict[str, Any]:
-    """``error``: the mean absolute error in deviations of the targets, over all outputs; its mean, worst and best over
-    the devices. ``measures``: MAE and R² of each output over all samples."""
-    every = {v.client: v.errors for v in evaluations if v.errors is not None}
-    by_device = {client: task.distance(errors) for client, errors in every.items()}
-    values, pooled = np.array(list(by_device.values())), _added(every.values())
-    summary: dict[str, Any] = {
-        "error": {"mean": float(values.mean()), "worst": float(values.max()), "best": float(values.min()),
-                  "variance": float(values.var()), "pooled": task.distance(pooled)},
-        "measures": task.figures(pooled),
-        "devices": by_device,
-    }
-    plain = [v.errors_before for v in evaluations if v.errors_before is not None]
-    if len(plain) == len(every):
-        together, mean = _added(plain), float(np.mean([task.distance(one) for one in plain]))
-        summary["before"] = {"error": {"mean": mean, "pooled": task.distance(together)},
-                             "measures": task.figures(together)}
-    return summary
-
-
-def _added(several: Iterable[Errors]) -> Errors:
-    first, *others = several
-    return sum(others, first)
+def _of_task(evaluations: Sequence[DeviceEvaluation], task: Task) -> dict[str, Any]:
+    """Each figure of the task's ``COMPARED`` that is known: its mean, worst and best over the devices that have one.
+    ``measures``: the task's measures over all samples. ``devices``: the first of the figures."""
+    every = {v.client: v.measured for v in evaluations if v.measured is not None}
+    plain = [v.measured_before for v in evaluations if v.measured_before is not None]
+    pooled, by_device = together(task, list(every.values())), dict[str, dict[str, float]]()
+    before: dict[str, Any] = {"measures": together(task, plain).figures} if len(plain) == len(every) else {}
+    summary: dict[str, Any] = {"measures": pooled.figures}
+    for figure in KINDS[task.kind].COMPARED:
+        known = {client: one.compared[figure.key] for client, one in every.items() if figure.key in one.compared}
+        if not known:
+            continue
+        by_device[figure.key], values = known, np.array(list(known.values()))
+        low, high = float(values.min()), float(values.max())
+        summary[figure.key] = {
+            "mean": float(values.mean()), "worst": high if figure.lower else low, "best": low if figure.lower else high,
+            "variance": float(values.var()), "pooled": pooled.compared[figure.key],
+        }
+        if before:
+            mean = float(np.mean([one.compared[figure.key] for one in plain if figure.key in one.compared]))
+            before[figure.key] = {"mean": mean, "pooled": together(task, plain).compared[figure.key]}
+    return {**summary, "devices": next(iter(by_device.values())), **({"before": before} if before else {})}
 
 
 def macro_f1(confusion_NM: Array) -> float:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cloud_server.figures.formatting import plain_text, seconds_text, share_text
 from cloud_server.figures.live_display import Display
-from cloud_server.figures.scores import ERROR
+from cloud_server.figures.scores import ACCURACY, FIGURES
 
 SHOWN_RUNS = 16
 LINE_EVERY_S = 10.0
@@ -22,7 +22,7 @@ DRAW_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class _Last:
-    """A run's last round. evaluated: (number, accuracy, or error of numbers) of the last evaluated round."""
+    """A run's last round. evaluated: (number, accuracy or what is in its place) of the last evaluated round."""
 
     round: int
     loss: float
@@ -51,7 +51,7 @@ class Progress(Display):
         self._line_at: dict[str, float] = {}
         self._first_s: float | None = None
         self._rounds_timed, self._drawn_s = 0, 0.0
-        self._measure = "accuracy"
+        self._measure = ACCURACY.name
 
     def _finish(self) -> None:
         if self._live:
@@ -65,10 +65,10 @@ class Progress(Display):
         else:
             self._rounds_timed += 1
         evaluated = None
-        if "error" in row:
-            self._measure, evaluated = ERROR, (number, f"{row['error']['mean']:.3f}")
-        elif "accuracy" in row:
-            evaluated = (number, share_text(row["accuracy"]["mean"]))
+        figure = next((one for key, one in FIGURES.items() if key in row), None)
+        if figure is not None:
+            mean = row[figure.key]["mean"]
+            self._measure, evaluated = figure.name, (number, share_text(mean) if figure == ACCURACY else f"{mean:.3f}")
         self._left[run] = self._rounds - number
         self._last[run] = _Last(
             number, row["loss"], evaluated or (self._last[run].evaluated if run in self._last else None)

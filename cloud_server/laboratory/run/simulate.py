@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cloud_server.figures.scores import FIGURES
 from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan import workload as workloads
 from cloud_server.laboratory.plan.experiment import SEVERAL, Experiment, Run
@@ -136,14 +137,15 @@ def run_one(task: RunTask, on_round: Callable[[Mapping[str, Any]], None], stoppe
 def result_of(task: RunTask, store: Store, workload: Workload) -> dict[str, Any]:
     """The content of ``result.json``: the run's figures, settings and environment."""
     rounds, run = store.rounds(), task.run
-    last: dict[str, Any] = next((row for row in reversed(rounds) if "accuracy" in row or "error" in row), {})
+    last: dict[str, Any] = next((row for row in reversed(rounds) if not FIGURES.keys().isdisjoint(row)), {})
     found: dict[str, Any] = {
         "format": results.FORMAT, "kind": "simulation", "label": run.label, "method": run.method.name,
         "seed": run.seed, "config": task.settings, "environment": results.environment(),
         "devices": len(workload.train), "seconds": sum(row["seconds"] for row in rounds), "rounds": rounds,
     }
-    if "error" in last:
-        found["evaluated"] = {"round": last["round"], "error": last["error"]["pooled"], "measures": last["measures"]}
+    if "measures" in last:
+        figures = {key: last[key]["pooled"] for key in FIGURES if key in last}
+        found["evaluated"] = {"round": last["round"], **figures, "measures": last["measures"]}
     elif last:
         found["evaluated"] = {
             "round": last["round"],

@@ -52,7 +52,7 @@ def test_the_first_settings_are_those_of_a_model_that_repeats(tmp_path: Path) ->
 
 def test_what_cannot_be_repeated_or_counted_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "wide.npz", x=np.zeros((4, 5000), np.float32))
-    with pytest.raises(DataError, match="has samples of 5000 numbers; expected at most 4096 numbers in a sample"):
+    with pytest.raises(DataError, match="samples of 5000 numbers are too large to be repeated; expected at most 4096"):
         anomaly_task(*load_data(str(tmp_path / "wide.npz"), normal=()), (), None)
     with pytest.raises(DataError, match="is a named set, which has classes; expected a file of quiet samples"):
         load_data("heartbeat", normal=())

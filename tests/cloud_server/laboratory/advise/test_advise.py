@@ -14,11 +14,11 @@ import pytest
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.advise import short_comparison as advising
 from cloud_server.laboratory.advise.candidates import Candidate, candidates
-from cloud_server.laboratory.advise.error_baselines import ErrorBaselines
 from cloud_server.laboratory.advise.recommendation import baseline_facts, decide, federated, sentences, table, to_json
 from cloud_server.laboratory.advise.recordings import Model, models_for, recordings
 from cloud_server.laboratory.advise.short_comparison import Options, Outcome, fitting_plan, later_runs
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
+from cloud_server.laboratory.advise.task_baselines import TaskBaselines
 from cloud_server.laboratory.compare import finished_runs
 from cloud_server.laboratory.compare.comparison import stat
 from cloud_server.laboratory.plan import experiment as experiments
@@ -28,7 +28,7 @@ from cloud_server.records.fleet_settings import FleetConfig
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data.samples import Samples, save
-from fleet_core.tasks.regression import Regression
+from fleet_core.tasks.regression import COMPARED, Regression
 from tests.cloud_server.laboratory.compare.test_compare import DOWN, UP, ended
 
 ROWS = 30
@@ -323,16 +323,16 @@ def test_a_real_advice_on_numbers_prefers_the_smaller_error(tmp_path: Path, monk
         return simulate.simulate(asked, folder, simulate.Options(jobs=1, device="cpu")), []
 
     data = of_numbers(tmp_path / "mine.npz")
-    options = Options(data, 60, codecs=("int8",), outputs=(), loss="squared")
+    options = Options(data, 60, codecs=("int8",), task="regression", loss="squared")
     assert options.methods == ("local", "fedavg-meta", "per-fedavg-fo")
     found = advising.advise(options, tmp_path / "out", engine, cores=1)
     scores = [one.score.mean for one in found.advice.ranked]
     assert scores == sorted(scores)
-    assert all(one.measure == "error" and one.pooled is None and one.error for one in found.advice.ranked)
+    assert all(one.measure == "error" and one.pooled is None and one.pooled_figure for one in found.advice.ranked)
     assert found.facts["ridge"] < found.facts["own_mean"]
     said = "\n".join(sentences(found.advice, found.facts))
-    assert "A device's answers are then off by 0." in said
-    assert "For comparison: ridge regression on the samples of all devices is off by 0." in said
+    assert "A device then has the MAE in deviations 0." in said
+    assert "For comparison: each device's mean has 0." in said
     assert "MAE in deviations" in said
     assert "macro-F1" not in said
     assert "accuracy" not in said
@@ -350,24 +350,26 @@ def test_a_real_advice_on_numbers_prefers_the_smaller_error(tmp_path: Path, monk
 
 def test_an_advice_on_targets_that_never_change_is_refused(tmp_path: Path) -> None:
     data = of_numbers(tmp_path / "mine.npz")
-    assert recordings(data, outputs=()).remarks == ()
-    assert recordings(data, outputs=("load",)).section["outputs"] == ["load"]
+    assert recordings(data, task="regression").remarks == ()
+    assert recordings(data, task="regression", names=("load",)).section["outputs"] == ["load"]
     with np.load(data) as held:
         np.savez(tmp_path / "same.npz", **{**held, "y": np.ones((6 * ROWS, 2)) * 3.5})
     with pytest.raises(DataError, match="targets never change"):
-        recordings(str(tmp_path / "same.npz"), outputs=())
+        recordings(str(tmp_path / "same.npz"), task="regression")
     with pytest.raises(DataError, match="is a named set, which has classes"):
-        recordings("heartbeat", outputs=())
+        recordings("heartbeat", task="regression")
 
 
 def test_a_model_that_is_no_better_than_the_mean_or_ridge_regression_is_named() -> None:
-    beside = ErrorBaselines(own_mean=0.8, ridge=0.3)
+    (error,) = COMPARED
+    beside = TaskBaselines(error, ("own_mean", 0.8), {"ridge": 0.3})
     assert beside.warnings("a", 0.79, 5, plain=True) == [
         "a: MAE in deviations 0.790 after 5 rounds, and each device's mean has 0.800",
-        "a: MAE in deviations 0.790 after 5 rounds, and plain ridge regression has 0.300",
+        "a: MAE in deviations 0.790 after 5 rounds, and ridge regression on the samples of all devices, without a "
+        "fleet, has 0.300",
     ]
     assert beside.warnings("a", 0.5, 5, plain=False) == []
-    assert ErrorBaselines(0.8, None).warnings("a", 0.1, 5, plain=True) == []
+    assert TaskBaselines(error, ("own_mean", 0.8), {}).warnings("a", 0.1, 5, plain=True) == []
 
 
 def test_what_simple_answers_come_to_is_reported_and_who_memorised() -> None:

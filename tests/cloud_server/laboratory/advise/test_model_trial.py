@@ -14,7 +14,7 @@ from cloud_server.choices import first_settings
 from cloud_server.commands import cli, lab
 from cloud_server.figures.scores import Score
 from cloud_server.laboratory.advise import model_trial, simple_baselines
-from cloud_server.laboratory.advise.model_trial import COLUMNS, FewLabels, Outcome, TriedModel, reason_to_skip
+from cloud_server.laboratory.advise.model_trial import FewLabels, Outcome, TriedModel, reason_to_skip
 from cloud_server.laboratory.advise.recordings import Model
 from cloud_server.laboratory.advise.simple_baselines import SimpleBaselines
 from cloud_server.records.fleet_settings import FleetConfig
@@ -65,10 +65,11 @@ def test_devices_that_do_not_train_evaluate_and_the_others_choose(samples: Sampl
     (mlp,) = found.tried
     assert (found.chosen, mlp.rounds, mlp.parameters) == (mlp, 3, 64 * 8 + 8 + 8 * 3 + 3)
     assert 0 < mlp.payload < 8 * mlp.parameters
+    assert isinstance(found.baselines, SimpleBaselines)
     assert found.baselines.truth.sum() == 38
     assert found.baselines.plain is not None
     assert found.baselines.plain.accuracy > 0.9 > found.baselines.frequent.accuracy
-    assert all(len(row) == len(COLUMNS) for row in found.rows())
+    assert all(len(row) == len(found.columns) for row in found.rows())
 
 
 def test_with_few_clients_or_one_later_samples_evaluate(samples: Samples, monkeypatch: Any) -> None:
@@ -193,6 +194,7 @@ def test_devices_that_do_not_train_are_evaluated_with_few_labels_too(
     assert found.few is not None
     assert found.few.number == 5 * len(waves.CLASSES)
     assert found.tried[0].few is not None
+    assert isinstance(found.baselines, SimpleBaselines)
     assert found.few.baselines.truth.sum() > found.baselines.truth.sum(), "fewer labels leave more to evaluate"
 
 

@@ -76,7 +76,7 @@ def test_a_run_has_errors_in_place_of_accuracies(runs: Path) -> None:
 def test_a_comparison_ranks_the_smaller_error_first_and_says_what_reaches_it(runs: Path, tmp_path: Path) -> None:
     found, _ = finished_runs.gather([runs])
     compared = comparison.compare(found)
-    assert compared.measure == "error"
+    assert compared.figure.key == "error"
     first, second = compared.entries
     assert first.accuracy.mean < second.accuracy.mean
     assert list(compared.targets) == sorted(compared.targets, reverse=True)
@@ -103,7 +103,7 @@ def test_a_comparison_ranks_the_smaller_error_first_and_says_what_reaches_it(run
 
 def test_errors_are_not_compared_with_accuracies(runs: Path, tmp_path: Path) -> None:
     found, _ = finished_runs.gather([runs])
-    with pytest.raises(ConfigError, match="runs that predict numbers have no macro-f1"):
+    with pytest.raises(ConfigError, match="these runs have no macro-f1"):
         comparison.compare(found, target_of="macro-f1")
     data = json.loads((runs / "local-s0" / "result.json").read_text())
     for row in data["rounds"]:
@@ -112,7 +112,7 @@ def test_errors_are_not_compared_with_accuracies(runs: Path, tmp_path: Path) -> 
             row["accuracy"] = {key: min(1.0, value) for key, value in error.items()}
         row.pop("new_devices", None)
     (tmp_path / "result.json").write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match=r"has errors of numbers, and .* accuracies"):
+    with pytest.raises(ConfigError, match=r"has MAE in deviations, and .* accuracy"):
         comparison.compare([*found[:1], finished_runs.read(tmp_path / "result.json")], mixed=True)
 
 
@@ -126,7 +126,7 @@ def test_targets_are_scaled_by_the_training_samples_of_devices_that_train(tmp_pa
     asked = experiments.read(settings(recordings(tmp_path / "r.npz"), data={"path": str(tmp_path / "r.npz"),
                                                                             "outputs": ["load"]}))
     work = workloads.build(asked)
-    assert work.task is not None
+    assert isinstance(work.task, Regression)
     assert work.task.outputs == ("load",)
     rows = np.concatenate([share.train for share in work.train])
     assert work.task.mean[0] == pytest.approx(work.samples.y[rows, 0].mean())
@@ -135,10 +135,10 @@ def test_targets_are_scaled_by_the_training_samples_of_devices_that_train(tmp_pa
 
 @pytest.mark.parametrize(("changed", "why"), [
     ({"partition": {"kind": "dirichlet"}}, "'dirichlet' divides classes: give natural or iid"),
-    ({"data": {"set": "har"}}, "has classes, no numbers to predict"),
+    ({"data": {"set": "har"}}, "has classes, and the task is regression"),
     ({"evaluation": {"novel_classes": [1]}}, "has no classes"),
-    ({"model": {"name": "mlp", "loss": "squared"}}, "is for numbers to predict"),
-    ({"data": {"path": "r.npz", "outputs": ["load"]}, "model": {"name": "mlp"}}, "is for numbers to predict"),
+    ({"model": {"name": "mlp", "loss": "squared"}}, "give model.task = 'regression"),
+    ({"data": {"path": "r.npz", "outputs": ["load"]}, "model": {"name": "mlp"}}, "give model.task = 'regression"),
 ])
 def test_what_needs_classes_is_refused_before_anything_is_read(changed: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
