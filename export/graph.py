@@ -36,11 +36,13 @@ GOLDEN_SAMPLES = 4
 TRACED_SAMPLES = 5
 
 # At each export the exporter asks for this property of some 500 operators, and onnxscript reads and parses the source
-# of each: more work than the export of a small model. Here the first result is kept.
-_parsed = vars(TracedOnnxFunction).get("function_ir")
-if isinstance(_parsed, property) and _parsed.fget is not None:
-    TracedOnnxFunction.function_ir = functools.cached_property(_parsed.fget)
-    TracedOnnxFunction.function_ir.__set_name__(TracedOnnxFunction, "function_ir")
+# of each: as much work as the export of a small model. Here the first result is kept.
+_PARSED = "function_ir"
+_parse = vars(TracedOnnxFunction).get(_PARSED)
+if isinstance(_parse, property) and _parse.fget is not None:
+    _once = functools.cached_property(_parse.fget)
+    _once.__set_name__(TracedOnnxFunction, _PARSED)
+    setattr(TracedOnnxFunction, _PARSED, _once)
 
 
 class Output(nn.Module):
