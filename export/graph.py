@@ -8,6 +8,7 @@ values (GroupNorm's ones and zeros), and new weights would then reach only a par
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import warnings
@@ -19,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnxscript.values import TracedOnnxFunction
 from torch import Tensor, nn
 
 from export import gate
@@ -32,6 +34,15 @@ IR_VERSION = 10
 MIN_ONNXRUNTIME = "1.23.2"
 GOLDEN_SAMPLES = 4
 TRACED_SAMPLES = 5
+
+# At each export the exporter asks for this property of some 500 operators, and onnxscript reads and parses the source
+# of each: as much work as the export of a small model. Here the first result is kept.
+_PARSED = "function_ir"
+_parse = vars(TracedOnnxFunction).get(_PARSED)
+if isinstance(_parse, property) and _parse.fget is not None:
+    _once = functools.cached_property(_parse.fget)
+    _once.__set_name__(TracedOnnxFunction, _PARSED)
+    setattr(TracedOnnxFunction, _PARSED, _once)
 
 
 class Output(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import re
@@ -19,6 +20,9 @@ from hypothesis import HealthCheck, settings
 # No time limits for Hypothesis: a busy machine must not fail a test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# The libraries' objects are many and stay: the search for cycles among them is a tenth of the processor time.
+gc.set_threshold(50_000, 20, 20)
 
 if TYPE_CHECKING:
     from cloud_server.ledger.ledger import Ledger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from dataclasses import replace
@@ -77,9 +78,20 @@ def test_a_graph_says_nothing_about_the_machine_that_made_it(graph: graph_bundle
 
 
 @pytest.mark.slow
-def test_exporting_again_gives_the_same_bytes() -> None:
+def test_exporting_again_gives_the_same_bytes_and_reads_the_source_of_no_operator_again(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = models.describe("mlp", InputSpec((2, 3), "uint8", 1 / 255, (0.4, 0.6), (0.2, 0.3)), ("a", "b"), {})
-    assert graph_bundle.pack(export_graph(layout)) == graph_bundle.pack(export_graph(layout))
+    first = graph_bundle.pack(export_graph(layout))
+    read, getsource = list[str](), inspect.getsource
+
+    def noted(what: Any) -> str:
+        read.append(str(getattr(what, "__module__", "")))
+        return getsource(what)
+
+    monkeypatch.setattr(inspect, "getsource", noted)
+    assert graph_bundle.pack(export_graph(layout)) == first
+    assert [name for name in read if name.startswith("onnxscript.")] == []
 
 
 def test_the_golden_outputs_belong_to_the_seeded_weights(graph: graph_bundle.Graph, network: models.Network) -> None:

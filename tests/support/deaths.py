@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,49 @@ from tests.support.inprocess import Killed, World, toy, world
 from tests.support.stand_ins import BrokerFaults
 from tests.support.world_checks import settled
 
+Plan = dict[int, tuple[str, int]]
+"""Number of closed rounds -> an act then: what is done, and how manieth of its kind it is in that round."""
+
 
 @dataclass
 class Death:
-    """Ends one actor at its n-th write, row or publish; ``points`` counts them."""
+    """Ends one actor at its n-th write, row or publish; ``points`` counts them. plan: ends it at these acts instead,
+    each in another round of one life, and takes out each that was reached. ``acts`` are those of each round."""
 
     actor: str
     at: int | None
     w: World
+    plan: Plan = field(default_factory=dict)
     points: int = 0
     where: str = ""
+    acts: dict[int, list[str]] = field(default_factory=dict)
 
     def pass_by(self, what: str) -> None:
-        if self.w.acting == self.actor:
-            self.points += 1
-            if self.points == self.at:
-                self.where = what
-                raise Killed(what)
+        if self.w.acting != self.actor:
+            return
+        closed = self.w.closed()
+        acts = self.acts.setdefault(closed, [])
+        acts.append(what)
+        self.points += 1
+        planned = self.plan.get(closed) == (what, acts.count(what))
+        if planned:
+            del self.plan[closed]
+        if planned or self.points == self.at:
+            self.where = f"{self.where} {what}".strip()
+            raise Killed(what)
+
+    def plans(self, step: int = 1) -> Iterator[Plan]:
+        """Plans for lives that die at each act of this undisturbed one, or at each ``step``-th of a round. An act that
+        is not reached after the deaths before it comes again in a life of its own."""
+        left = {closed: [(acts[n], acts[: n + 1].count(acts[n])) for n in range(0, len(acts), step)]
+                for closed, acts in self.acts.items()}
+        while any(left.values()):
+            several = {closed: acts.pop(0) for closed, acts in left.items() if acts}
+            yield several
+            for closed, act in several.items():
+                alone = {closed: act}
+                yield alone
+                assert not alone, f"never reached: {alone}"
 
 
 def run(w: World, death: Death, until: Callable[[], bool], *, steps: int = 1500, tick_s: float = 0.1) -> bool:
@@ -91,7 +118,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch, death: Death, *, facts: bool = False
             monkeypatch.setattr(Ledger, name, _deadly(death, name, getattr(Ledger, name)))
 
     def write_parts(path: Path, parts: Any, **options: Any) -> None:
-        death.pass_by(f"write {path.name}")
+        death.pass_by(f"write {re.sub('^made-.*', 'made', path.name)}")  # it has the name of the life that made it
         write(path, parts, **options)
 
     def put_rows(ledger: Ledger, *rows: Any) -> None:

@@ -24,7 +24,7 @@ from fleet_core.model import payloads
 from fleet_core.protocol import messages, topics
 from fleet_core.protocol.chain_message import MAX_LINKS, Chain
 from fleet_core.protocol.round_messages import Manifest
-from tests.support.deaths import Death, deadly
+from tests.support.deaths import Death, Plan, deadly
 from tests.support.inprocess import Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults
 from tests.support.world_checks import check_duals, checkpoint_bits, finished, opened, settled, statuses
@@ -339,9 +339,9 @@ def test_a_device_that_comes_back_while_all_others_hold_the_base_asks_and_gets_t
 
 @pytest.mark.slow
 def test_an_aggregator_that_dies_at_any_moment_goes_on_with_the_same_chain(fleet: Any) -> None:
-    def live(at: int | None) -> tuple[World, Death]:
+    def live(plan: Plan) -> tuple[World, Death]:
         w = fleet(rounds=4)
-        death = Death("server", at, w)
+        death = Death("server", None, w, plan=plan)
         with pytest.MonkeyPatch.context() as patch:
             deadly(patch, death)
             for _ in range(1500):
@@ -350,15 +350,17 @@ def test_an_aggregator_that_dies_at_any_moment_goes_on_with_the_same_chain(fleet
                 try:
                     w.step(0.1)
                 except Killed:
+                    w.acting = ""
                     w.kill_server()
                     w.start_server()
         return w, death
 
-    undisturbed, none = live(None)
+    undisturbed, none = live({})
     wanted = undisturbed.server.checkpoint.deltas
     assert rounds(wanted) == [1, 2, 3, 4]
-    for at in range(1, none.points + 1, 3):
-        w, death = live(at)
+    for plan in none.plans(3):
+        w, death = live(plan)
+        assert death.where
         assert w.server.finished, death.where
         assert w.server.checkpoint.deltas == wanted, death.where
         assert checkpoint_bits(w) == checkpoint_bits(undisturbed), death.where

@@ -55,7 +55,7 @@ from fleet_core.protocol.device_messages import Answer, Down, Presence, Question
 from fleet_core.protocol.round_messages import WHOLE, Manifest, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.signing import Signer
 from fleet_core.training.local_round import TrainResult
-from tests.support.deaths import Death, deadly
+from tests.support.deaths import Death, Plan, deadly
 from tests.support.inprocess import CLASSES, Killed, World, config_text, toy, world
 from tests.support.stand_ins import BrokerFaults, FakeDevice, SlowTrainer, constant_update
 from tests.support.world_checks import (
@@ -319,16 +319,24 @@ def founded_fleet(tmp_path: Path, train: str = "", skip_below: float = 0.0, *, t
 
 
 def live(
-    founded: World, folder: Path, actor: str, at: int | None, engine: str = "torch"
+    founded: World, folder: Path, actor: str, plan: Plan, engine: str = "torch"
 ) -> tuple[World, Death, list[tuple[str, str]]]:
-    """A run in which ``actor`` dies once, at its ``at``-th act, and restarts. engine: d1's. Also returns the chunks
-    that were sent although the aggregator had the whole update on disk when it died."""
+    """A run in which ``actor`` dies as planned, and restarts. engine: d1's. Also returns the chunks that were sent
+    although the aggregator had the whole update on disk when it died."""
     shutil.copytree(founded.folder, folder)
     faults = BrokerFaults()
     broker = LoopbackBroker(faults=faults)
     w = World(folder, replace(founded.fleet, folder=folder / "fleet"), broker)
-    death = Death(actor, at, w)
-    asked_twice: list[tuple[str, str]] = []
+    death = Death(actor, None, w, plan=plan)
+    sent_again = list[tuple[str, str]]()
+    spooled = set[tuple[str, str]]()
+
+    def look() -> None:
+        """Which of the updates that were in the spool at the last death have been sent since then."""
+        sent = {(m.topic.split("/")[5], m.topic.split("/")[3]) for _, m in faults.seen
+                if "/up/" in m.topic and not m.topic.endswith("/m")}
+        sent_again.extend(sorted(sent & spooled))
+
     with pytest.MonkeyPatch.context() as patch:
         deadly(patch, death)
         w.start_server()
@@ -340,20 +348,18 @@ def live(
             try:
                 w.step(0.1)
             except Killed:
+                w.acting = ""
                 if actor == "server":
-                    spooled = [(p.parent.name, p.stem) for p in (w.fleet.folder / "spool").glob("*/*.json")]
+                    look()
+                    spooled = {(p.parent.name, p.stem) for p in (w.fleet.folder / "spool").glob("*/*.json")}
                     faults.seen.clear()
                     w.kill_server()
                     w.start_server()
                 else:
-                    spooled = []
                     w.kill_agent(actor)
                     w.start_agent(actor, engine=engine if actor == "d1" else "torch")
-        if death.where:
-            sent = {(m.topic.split("/")[5], m.topic.split("/")[3]) for _, m in faults.seen
-                    if "/up/" in m.topic and not m.topic.endswith("/m")}
-            asked_twice = sorted(sent & set(spooled))
-    return w, death, asked_twice
+        look()
+    return w, death, sent_again
 
 
 @pytest.mark.slow
@@ -368,16 +374,17 @@ def test_a_death_at_any_moment_of_a_device_that_trains_without_torch_changes_not
 
 
 def check_deaths(founded: World, tmp_path: Path, actor: str, engine: str = "torch") -> None:
-    """``actor`` dies at each of its acts in turn, in a run of its own."""
-    undisturbed, none, _ = live(founded, tmp_path / "whole", actor, None, engine)
+    """``actor`` dies at each of its acts, once in each round of a run."""
+    undisturbed, none, _ = live(founded, tmp_path / "whole", actor, {}, engine)
     wanted = checkpoint_bits(undisturbed)
     skipped = [u.skipped for u in undisturbed.server.ledger.rows(Update)]
     assert sum(skipped) == bool(founded.fleet.config.link.skip_below)
     assert undisturbed.server.finished
     assert none.points > 20
     undisturbed.close()
-    for at in range(1, none.points + 1):
-        w, death, asked_twice = live(founded, tmp_path / "killed", actor, at, engine)
+    for plan in none.plans():
+        w, death, asked_twice = live(founded, tmp_path / "killed", actor, plan, engine)
+        assert death.where
         assert w.server.finished, f"killed at {death.where}"
         assert settled(w), death.where
         assert checkpoint_bits(w) == wanted, death.where

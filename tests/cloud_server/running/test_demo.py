@@ -90,16 +90,27 @@ with urllib.request.urlopen(sys.argv[1]) as page:
 """
 
 
+def begin(demo: Run, folder: Path, **options: Any) -> list[str]:
+    """The command that goes on with a demo of these options in ``folder``, which has got no further than to its graph
+    and first weights: those of ``demo``, since another export would give the same."""
+    (folder / "fleet").mkdir(parents=True)
+    for name in ("graph.safetensors", "weights.safetensors"):
+        shutil.copy(demo.folder / "fleet" / name, folder / "fleet" / name)
+    note = {**json.loads((demo.folder / "demo.json").read_text()), **options}
+    (folder / "demo.json").write_text(json.dumps(note))
+    return metafleet("demo", "--devices", note["devices"], "--new-devices", note["new_devices"], "--rounds",
+                     note["rounds"], "--data", note["data"], *([] if note["baseline"] else ["--no-baseline"]),
+                     "--out", folder)
+
+
 @pytest.mark.slow
-def test_a_demo_opens_its_console_in_the_browser_of_the_user(programs: Programs, tmp_path: Path) -> None:
+def test_a_demo_opens_its_console_in_the_browser_of_the_user(demo: Run, programs: Programs, tmp_path: Path) -> None:
     """The browser is a script that keeps the page, and that ends before ``webbrowser.open`` returns."""
     browser, seen, out = tmp_path / "browser", tmp_path / "seen.html", tmp_path / "run"
     browser.write_text(BROWSER.format(python=sys.executable, seen=str(seen)))
     browser.chmod(0o755)
-    data = write_samples(tmp_path / "data.npz")
     run = programs.start(
-        *metafleet("demo", "--devices", 1, "--new-devices", 0, "--rounds", 2000, "--no-baseline", "--data", data,
-                   "--out", out, "--open"),
+        *begin(demo, out, devices=1, new_devices=0, rounds=2000), "--open",
         environ=clean_environ(BROWSER=f"{browser} %s"),
     )
     run.until(lambda: seen.exists() and seen.read_text().endswith("</html>\n"))
@@ -196,20 +207,21 @@ def test_the_same_command_on_a_finished_run_changes_no_round(demo: Run, tmp_path
 # A demo that is stopped or killed ------------------------------------------------------------------------------------
 
 
-def started(programs: Programs, *arguments: object, closed: int = 1, **environ: str) -> tuple[Program, Path, set[int]]:
-    """A demo with ``closed`` closed rounds, its folder, and the ids of all processes that it started."""
+def started(
+    demo: Run, programs: Programs, rounds: int, baseline: bool = False, **environ: str
+) -> tuple[Program, list[str], set[int]]:
+    """A demo with a closed round, its command, and the ids of all processes that it started."""
     out = programs.folder / "run"
-    data = write_samples(programs.folder / "data.npz")
-    command = metafleet("demo", *FEW, "--data", data, "--out", out, *arguments)
+    command = begin(demo, out, rounds=rounds, baseline=baseline)
     program = programs.start(*command, environ=clean_environ(**environ))
-    program.until(lambda: len(closed_rounds(out / "fleet")) >= closed)
-    return program, out, descendants(program.process.pid)
+    program.until(lambda: closed_rounds(out / "fleet"))
+    return program, command, descendants(program.process.pid)
 
 
 @pytest.mark.slow
-def test_a_demo_that_was_interrupted_leaves_nobody_and_continues_to_its_end(programs: Programs) -> None:
-    rounds = 16
-    program, out, pids = started(programs, "--rounds", rounds)
+def test_a_demo_that_was_interrupted_leaves_nobody_and_continues_to_its_end(demo: Run, programs: Programs) -> None:
+    rounds, out = 16, programs.folder / "run"
+    program, command, pids = started(demo, programs, rounds, baseline=True)
     assert len(pids) >= 5, "the broker, the aggregator and three agents"
     program.process.send_signal(signal.SIGINT)
     assert program.exit_code() == 130
@@ -221,8 +233,7 @@ def test_a_demo_that_was_interrupted_leaves_nobody_and_continues_to_its_end(prog
     assert len(before) < rounds
     assert not (out / "result.json").exists()
 
-    data = programs.folder / "data.npz"
-    done = run_to_end(metafleet("demo", *FEW, "--data", data, "--out", out, "--rounds", rounds, "--json"))
+    done = run_to_end([*command, "--json"])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert validate(result) == []
@@ -241,16 +252,17 @@ def check_baseline(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_killed_takes_its_processes_with_it(programs: Programs) -> None:
-    program, _, pids = started(programs, "--rounds", 500, "--no-baseline")
+def test_a_demo_that_is_killed_takes_its_processes_with_it(demo: Run, programs: Programs) -> None:
+    program, _, pids = started(demo, programs, 500)
     program.process.kill()
     witness = programs.start("sleep", "60")  # a process to wait for beside it
     witness.until(lambda: not alive(pids))
 
 
 @pytest.mark.slow
-def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(programs: Programs) -> None:
-    program, out, pids = started(programs, "--rounds", 15, "--no-baseline", METAFLEET_BROKER="embedded")
+def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(demo: Run, programs: Programs) -> None:
+    out = programs.folder / "run"
+    program, _, pids = started(demo, programs, 15, METAFLEET_BROKER="embedded")
     assert "broker: amqtt at" in program.text()
     (agent,) = (pid for pid in pids if f"--home {out / 'devices' / 'd1'}" in command_of(pid))
     os.kill(agent, signal.SIGKILL)
