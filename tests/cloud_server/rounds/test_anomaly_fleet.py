@@ -16,17 +16,20 @@ from cloud_server.reports.terminal_view import closing_table, round_line, snapsh
 from cloud_server.results import outcome, result
 from edge_agent.commands import device_commands
 from edge_agent.commands.run import figures_of
+from edge_agent.connection.alarm_command import hearing_alarms
 from edge_agent.http import metrics
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
+from edge_agent.sources.running import Sources
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
+from tests.support import waiting
 from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 
@@ -171,6 +174,35 @@ def test_http_answers_with_score_and_alarm(tmp_path: Path) -> None:
     status, refused = asked("/samples", drawn(60, 1), "N")
     assert status == 400
     assert "expected quiet or anomaly" in refused["error"]
+
+
+def test_samples_of_sources_and_questions_raise_the_alarm_that_a_command_hears(tmp_path: Path) -> None:
+    fleet = QUIET.trained(tmp_path)
+    place = home(fleet)
+    with (place / "device.toml").open("a") as file:
+        file.write('[alarm]\ncommand = ["sh", "-c", "cat >> heard"]\nevery_s = 0\n'
+                   '[[source]]\nkind = "folder"\npath = "incoming"\n')
+    (place / "incoming").mkdir()
+    np.save(place / "incoming" / "x.npy", np.concatenate([drawn(50, 2), drawn(51, 1, spikes=True)]))
+    settings, log = settings_of(place), list[str]()
+    service = service_of(place, settings)
+    sources = Sources(place, settings, service, log.append)
+    with hearing_alarms(place, settings, service, log.append), sources.on():
+        waiting.until(lambda: any("no alarm" in line for line in log))
+    assert not (place / "heard").exists(), "no model answers yet"
+    (place / "sources-folder.taken").unlink()
+    service.restore()
+    with hearing_alarms(place, settings, service, log.append):
+        with Sources(place, settings, service, log.append).on():
+            waiting.until(lambda: (place / "heard").exists() and (place / "heard").read_text().endswith("}"))
+        told = json.loads((place / "heard").read_text())
+        (place / "heard").unlink()
+        service.answers(drawn(52, 2, spikes=True))
+    again = json.loads((place / "heard").read_text())
+    assert told["sample"] in {one.id for one in Device(place).unlabelled()}
+    assert told["score"] > told["threshold"] == again["threshold"]
+    assert (told["alarms"], again["alarms"], again["sample"]) == (1, 2, None)
+    assert len(log) == len([line for line in log if "no alarm" in line or "has ended" in line]), log
 
 
 def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
