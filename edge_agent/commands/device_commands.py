@@ -265,7 +265,7 @@ def _truths(target: str | None, labels: str | None, service: Service, task: Task
     if isinstance(task, MultiLabel):
         if target is not None:
             raise ConfigError("this fleet has labels, not numbers to predict", expected="--labels NAME,…")
-        return None if labels is None else relearn.checked_label_set(service, list(filter(None, labels.split(","))))
+        return None if labels is None else relearn.checked_label_set(service, names(labels))
     if labels is not None:
         raise ConfigError("this fleet predicts numbers, not labels", expected="--target NUMBER,…")
     return None if target is None else relearn.checked_targets(service, np.array(numbers(target)))
@@ -303,6 +303,11 @@ def numbers(target: str) -> list[float]:
         return [float(part) for part in target.split(",")]
     except ValueError as error:
         raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
+
+
+def names(labels: str) -> list[str]:
+    """Those of ``speech,music``; none of an empty text."""
+    return [name for part in labels.split(",") if (name := part.strip())]
 
 
 def list_samples(home: Path, as_json: bool) -> None:

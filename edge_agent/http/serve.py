@@ -100,10 +100,11 @@ class ServedModel:
     def unlabelled_sample(self, name: str) -> np.ndarray[Any, Any]:
         return self._device().sample(name)
 
-    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
+    def label(self, name: str, label: str | Sequence[float] | Sequence[str], *, new: bool) -> Mapping[str, Any]:
         device = self._device()
         device.label(name, label, new_class=new)
-        labelled = {"id": name, "label" if isinstance(label, str) else "target": label}
+        key = "label" if isinstance(label, str) else "labels" if device.labels else "target"
+        labelled = {"id": name, key: label}
         try:
             return {**labelled, "personalization": device.personalize()}
         except FleetError as error:

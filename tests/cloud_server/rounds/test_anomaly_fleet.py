@@ -14,7 +14,7 @@ from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
-from edge_agent.commands import device_commands
+from edge_agent.commands import device_commands, review
 from edge_agent.commands.run import figures_of
 from edge_agent.connection.alarm_command import hearing_alarms
 from edge_agent.http import metrics
@@ -203,6 +203,36 @@ def test_samples_of_sources_and_questions_raise_the_alarm_that_a_command_hears(t
     assert told["score"] > told["threshold"] == again["threshold"]
     assert (told["alarms"], again["alarms"], again["sample"]) == (1, 2, None)
     assert len(log) == len([line for line in log if "no alarm" in line or "has ended" in line]), log
+
+
+def test_stored_samples_are_reviewed_from_the_highest_score_on(
+    fleet: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = home(fleet, "b")
+    device = Device(place)
+    for x in np.concatenate([drawn(90, 2), drawn(91, 1, spikes=True), drawn(92, 2)]):
+        device.add(x)
+    listed = [one.plain for one in device.unlabelled()]
+    scores = [one["values"]["score"] for one in listed]
+    assert scores == sorted(scores, reverse=True)
+    assert [one["alarm"] for one in listed] == [score > one["threshold"] for one, score in zip(listed, scores,
+                                                                                               strict=True)]
+    typed = iter(["noise", "anomaly", "quiet", "", "", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    review.review(place, 20, None, None, new_class=False, as_json=False)
+    out = capsys.readouterr().out
+    assert "class: quiet, anomaly; Enter" in out
+    assert f"score {scores[0]:.6g}, threshold {listed[0]['threshold']:.6g}, ALARM" in out
+    assert "expected quiet or anomaly" in out
+    assert [one.id for one in device.unlabelled()] == [one["id"] for one in listed[2:]]
+    review.review(place, 20, listed[2]["id"], "anomaly", new_class=False, as_json=False)
+    service = service_of(place, settings_of(place))
+    service.restore()
+    answer = ServedModel("t", service).label(listed[3]["id"], "quiet", new=False)
+    assert answer["label"] == "quiet"
+    assert [row[3] for row in service.local().counts()] == [2, 2]
 
 
 def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
