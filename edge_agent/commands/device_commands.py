@@ -25,7 +25,8 @@ from fleet_core.board.device_settings import Personalize, Settings, settings_of
 from fleet_core.data import samples, unlabelled
 from fleet_core.protocol.device_messages import Answer
 from fleet_core.tasks.anomaly import NO_THRESHOLD, QUIET, Anomaly
-from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.labels import MultiLabel, names_of
+from fleet_core.tasks.regression import numbers_of
 from fleet_core.tasks.task import Task
 
 
@@ -265,10 +266,10 @@ def _truths(target: str | None, labels: str | None, service: Service, task: Task
     if isinstance(task, MultiLabel):
         if target is not None:
             raise ConfigError("this fleet has labels, not numbers to predict", expected="--labels NAME,…")
-        return None if labels is None else relearn.checked_label_set(service, names(labels))
+        return None if labels is None else relearn.checked_label_set(service, names_of(labels))
     if labels is not None:
         raise ConfigError("this fleet predicts numbers, not labels", expected="--target NUMBER,…")
-    return None if target is None else relearn.checked_targets(service, np.array(numbers(target)))
+    return None if target is None else relearn.checked_targets(service, np.array(numbers_of(target, "--target")))
 
 
 def _add_targets(
@@ -295,19 +296,6 @@ def _named(truths: np.ndarray[Any, Any] | None, task: MultiLabel) -> str:
     if truths is None:
         return "their labels"
     return ", ".join(task.chosen(truths.tolist())) or "none of the labels"
-
-
-def numbers(target: str) -> list[float]:
-    """The numbers of ``1.5,20``. Raises ConfigError."""
-    try:
-        return [float(part) for part in target.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
-
-
-def names(labels: str) -> list[str]:
-    """Those of ``speech,music``; none of an empty text."""
-    return [name for part in labels.split(",") if (name := part.strip())]
 
 
 def list_samples(home: Path, as_json: bool) -> None:

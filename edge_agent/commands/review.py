@@ -14,19 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.commands.device_commands import names, numbers
 from edge_agent.inference.device_api import Device, UnlabelledSample
 from fleet_core.base import terminal
 from fleet_core.base.errors import ConfigError
 from fleet_core.tasks.anomaly import SCORE
+from fleet_core.tasks.labels import NONE, names_of
+from fleet_core.tasks.regression import numbers_of
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = 60
 CHANNELS = 4
 LIKELY = 3
 Truth = str | list[str] | list[float]
-NONE = "-"
-"""Typed for a sample with none of several labels."""
 
 
 def review(
@@ -36,7 +35,7 @@ def review(
     """Lists at most ``limit`` samples, and on a terminal asks for the label of each. name, and one of label, labels and
     target: labels this sample and asks for nothing. Raises ConfigError, DataError, StateError."""
     device = Device(home)
-    readers: list[tuple[str | None, Callable[[str], Truth]]] = [(label, str), (labels, names), (target, numbers)]
+    readers: list[tuple[str | None, Callable[[str], Truth]]] = [(label, str), (labels, names_of), (target, numbers_of)]
     given = [(text, read(text)) for text, read in readers if text is not None]
     if len(given) != (name is not None):
         raise ConfigError("--id and --label belong together",
@@ -69,8 +68,7 @@ def _ask(device: Device, found: list[UnlabelledSample], new_class: bool) -> None
             print("\n".join(drawn(one.x)))
             while label := input(f"{what}: ").strip():
                 try:
-                    device.label(one.id, numbers(label) if what == "targets" else label if what == "class" else
-                                 names("" if label == NONE else label), new_class=new_class)
+                    device.label(one.id, device.typed(label), new_class=new_class)
                 except ConfigError as error:
                     print(error)
                 else:

@@ -167,6 +167,12 @@ class Device:
                     raise self._missing(id)
                 store(local, self._sample(stored.x)[None])
 
+    def typed(self, text: str) -> str | list[float] | list[str]:
+        """A label as people type it, for ``label``: a class; numbers, ``120.5,0.25``; or several labels,
+        ``speech,music``, or ``-`` for none. Raises ConfigError."""
+        task = self._service.layout.task
+        return text if task is None else task.typed(text)
+
     def _storing(
         self, label: str | float | Sequence[float] | Sequence[str], *, new: bool
     ) -> Callable[[LocalData, np.ndarray[Any, Any]], int]:

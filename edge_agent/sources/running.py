@@ -248,7 +248,7 @@ class Running:
         self._device = device = self._device or Device(self._home, self._service)
         try:
             if sample.label:
-                device.add(sample.x, sample.label, sample.time)
+                device.add(sample.x, device.typed(sample.label), sample.time)
                 self.last, self.state = None, replace(self.state, labelled=self.state.labelled + 1)
                 return
         except ConfigError as error:  # the sample is kept, and may be labelled later
@@ -278,7 +278,8 @@ class Running:
             self._stopped.wait(max(0.0, self._second + 1.0 - now))
 
     def label(self, label: str) -> str:
-        """Gives the last sample its class; returns what became of it. Raises ConfigError, DataError, StateError."""
+        """Gives the last sample its label, as ``Device.typed`` reads it; returns what became of it. Raises ConfigError,
+        DataError, StateError."""
         last, self.last = self.last, None
         if last is None:
             return f"no sample of {self.name} waits for a label"
@@ -286,9 +287,9 @@ class Running:
         sample, name = last
         try:
             if name:
-                device.label(name, label)
+                device.label(name, device.typed(label))
             else:
-                device.add(sample.x, label, sample.time)
+                device.add(sample.x, device.typed(label), sample.time)
         except ConfigError:
             self.last = last
             raise

@@ -123,6 +123,10 @@ class Anomaly:
         quiet = np.flatnonzero(y_N == 0)
         return quiet[: (len(quiet) + 1) // 2]
 
+    def typed(self, text: str) -> str:
+        """A sample's label."""
+        return text
+
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of what samples come with to learn from: nothing."""

@@ -24,9 +24,12 @@ from edge_agent.http.serve import ServedModel
 from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
+from edge_agent.sources.running import Maker, Running
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
+from fleet_core.board.source_settings import CommandSource
+from fleet_core.data.live import Taken
 from fleet_core.data.samples import Samples, save
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
@@ -343,6 +346,12 @@ def test_stored_samples_get_lists_of_labels_over_http_and_in_review(
     assert (len(waiting), device.unlabelled()) == (2, [])
     np.testing.assert_array_equal(service.local().every().y[-5:],
                                   [[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0], [0, 0, 0]])
+    sensor = CommandSource(kind="command", command=("true",), every_s=0.0)
+    source = Running(sensor, "s", service, place, settings_of(place), print, lambda now: None)
+    source.take(Maker(sensor, settings_of(place), service.layout.sample), [Taken(new.x[0], 9.0, "slow,high"),
+                                                                           Taken(new.x[1], 10.0, "")])
+    assert source.label("-") == "the last sample of s is -"
+    np.testing.assert_array_equal(service.local().every().y[-2:], [[1, 0, 1], [0, 0, 0]])
 
 
 @pytest.mark.slow
