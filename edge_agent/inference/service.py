@@ -164,7 +164,8 @@ class Service:
                 raise StateError("no model has been served to this device yet")
             self.model = None
             served = self.stored.served(self._slot)
-            personal = personalization.from_weights(self._steps_by, served.weights, self.layout.classes, arrays)
+            x = None if self.layout.task is None else self.local().every().x
+            personal = personalization.from_weights(self._steps_by, served.weights, self.layout.classes, arrays, x)
             self._switch_if_good(personal, served)
             self.model = model
 

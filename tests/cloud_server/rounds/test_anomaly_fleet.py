@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import metafleet
+from cloud_server.devices import fleet_status
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
@@ -21,12 +22,13 @@ from edge_agent.http import metrics
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
+from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
 from edge_agent.sources.running import Sources
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
-from fleet_core.board.device_settings import settings_of
+from fleet_core.board.device_settings import Personalize, settings_of
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
 from tests.support import waiting
@@ -314,6 +316,33 @@ def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: 
     service.restore()
     assert service.personalization == "sgd"
     assert service.answers(drawn(8, 2, spikes=True)).alarms == (True, True)
+
+
+def test_a_device_notices_that_its_inputs_have_moved_and_reports_it(tmp_path: Path) -> None:
+    fleet = QUIET.trained(tmp_path, method="fedavg-meta")
+    agent = fleet.agents["a"]
+    assert agent.service.personalization == "sgd"
+    agent.service.answers(drawn(30, 100))
+    assert agent.service.drift.moved_at == 0
+    agent.service.answers(drawn(31, 60, 3.0))
+    moved = agent.service.drift.moved_at
+    assert 100 < moved <= 160
+    assert fleet.pump(lambda: fleet_status.facts(fleet.fleet, fleet.server.ledger).get("moved") == ["a"])
+    with (home(fleet) / "device.toml").open("a") as file:
+        file.write("[serve]\nworse_by = 1.0\n")
+    again = service_of(home(fleet), settings_of(home(fleet)))
+    again.restore()
+    assert again.drift.moved_at == moved
+    relearn.personalize(again, Personalize(by="head"))
+    assert again.drift.moved_at == moved, "the samples are the same, and answers have moved away from them"
+    again.local().add(drawn(32, 60, 1.3), ["quiet"] * 60)
+    relearn.personalize(again, Personalize(by="head"))
+    assert again.drift.moved_at == 0
+    again.answers(drawn(33, 60, 9.0))
+    assert 0 < again.drift.moved_at <= 60
+    relearn.personalize(again, Personalize(by="none"))
+    again.answers(drawn(31, 60, 3.0))
+    assert again.drift.moved_at == 0, "a model that is not personalized has nothing to compare with"
 
 
 def test_the_bundle_holds_the_task(fleet: World) -> None:
