@@ -234,6 +234,9 @@ def add(
     service.known_classes()
     task = service.layout.task
     if isinstance(task, Anomaly):
+        if target is not None or labels is not None:
+            raise ConfigError("this fleet detects anomalies, it has neither numbers to predict nor several labels",
+                              expected="--label quiet or --label anomaly")
         return _add_quiet(file, label or QUIET, service, settings.data.stride)
     if task is not None and label is None:
         return _add_targets(file, _truths(target, labels, service, task), service, task, settings.data.stride)

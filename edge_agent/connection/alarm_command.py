@@ -12,16 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fleet_core.base import processes
 from fleet_core.board.device_settings import Settings
 from fleet_core.protocol.device_messages import Answer
 
-if TYPE_CHECKING:
-    from edge_agent.inference.service import Service
-
 COMMAND_S = 30.0
+
+
+class Answering(Protocol):
+    """What answers: gives each answer, and the sample's id or an empty text, to ``on_answer``."""
+
+    on_answer: Callable[[Answer, str], None] | None
 
 
 class AlarmCommand:
@@ -64,7 +67,7 @@ class AlarmCommand:
 
 
 @contextmanager
-def hearing_alarms(home: Path, settings: Settings, service: Service, log: Callable[[str], None]) -> Iterator[None]:
+def hearing_alarms(home: Path, settings: Settings, service: Answering, log: Callable[[str], None]) -> Iterator[None]:
     """While the context lasts, the command hears of alarms in what ``service`` answers, if there is a command."""
     if not settings.alarm.command:
         yield

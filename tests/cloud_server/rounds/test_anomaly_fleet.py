@@ -25,7 +25,7 @@ from edge_agent.http.serve import ServedModel
 from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
-from edge_agent.sources.running import Sources
+from edge_agent.sources.run_sources import Sources
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
@@ -259,6 +259,9 @@ def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
     assert local.local().added() == 4
     with pytest.raises(ConfigError, match="this fleet detects anomalies; expected quiet or anomaly"):
         device_commands.add(tmp_path / "x.npy", "N", home(fleet), new_class=False)
+    for wrong in ({"target": "1.5"}, {"labels": "N"}):
+        with pytest.raises(ConfigError, match="neither numbers to predict nor several labels"):
+            device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False, **wrong)
     with pytest.raises(ConfigError, match="a number, and this fleet detects anomalies"):
         Device(home(fleet)).add(drawn(1, 1)[0], 1.5)
     Device(home(fleet)).add(drawn(1, 1)[0], "quiet")

@@ -24,7 +24,7 @@ from edge_agent.http.serve import ServedModel
 from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
-from edge_agent.sources.running import Maker, Running
+from edge_agent.sources.run_sources import Maker, Running
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
