@@ -251,7 +251,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     false = [(name, str(one["devices"]), str(one["answers"]), str(one["false_alarms"]),
               f"{1000 * one['false_alarms'] / one['answers']:.2f}") for name, one in result["judged"].items()]
     names = list(result["judged"])
-    shifts = [(shift, *(_noticed(result["judged"][name]["shifts"].get(shift)) for name in names))
+    shifts = [(shift, *(noticed_text(result["judged"][name]["shifts"].get(shift)) for name in names))
               for shift in (*SHIFTS, OTHER, MIX)]
     chosen = "slack", "lowest limit", "false alarms in 1000", "mean answers until noticed"
     return {
@@ -261,7 +261,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _noticed(found: Mapping[str, Any] | None) -> str:
+def noticed_text(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "—"
     noticed = found["devices"] - found["missed"]

@@ -8,8 +8,11 @@ window. Three speakers train an mlp with 64 hidden units by FedAvg; the last is 
 and were not tuned.
 
     METAFLEET_SHARED=FOLDER python -m benchmarks.tasks.labels [--rounds 60]
+    METAFLEET_SHARED=FOLDER python -m benchmarks.tasks.labels --thresholds [--rounds 60] [--seeds 3]
 
-Writes labels.json and the table in LABELS.md, beside this file.
+Writes labels.json and the tables in LABELS.md, beside this file. With ``--thresholds`` it asks instead whether a
+threshold for each label is better than 0.5: half of a speaker's windows to measure on choose it, by the label's F1, and
+the other half is measured on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,8 @@ from fleet_core.data.shaping import sound
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.model.layout import InputSpec
 from fleet_core.personalization.linear_head import LabelHead
-from fleet_core.tasks.labels import MultiLabel, pooled
+from fleet_core.tasks.labels import THRESHOLD, MultiLabel, pooled
+from fleet_core.tasks.measured import Measured
 
 RESULT, PAGE = HERE / "labels.json", HERE / "LABELS.md"
 FILE = "spoken-digits-4speakers.npz"
@@ -43,9 +47,11 @@ TAKES = (range(5, 32), range(32, 50))
 WINDOWS = (600, 300)
 """Of each speaker, to learn from and to measure on."""
 NEW, PIECES, STEPS = 1, 8, 1000
+GRID = tuple(k / 20 for k in range(1, 20))
+"""Thresholds that are tried."""
 
 
-def speakers(path: Path) -> list[tuple[Part, Part]]:
+def speakers(path: Path, seed: int = SEED) -> list[tuple[Part, Part]]:
     """(own, later) of each speaker: x float32 [N, 256], y float64 [N, 10]."""
     with np.load(path, allow_pickle=False) as archive:
         held = {name: archive[name] for name in archive}
@@ -55,7 +61,7 @@ def speakers(path: Path) -> list[tuple[Part, Part]]:
         parts = []
         for part, (takes, count) in enumerate(zip(TAKES, WINDOWS, strict=True)):
             rows = np.flatnonzero((held["speaker"] == who) & np.isin(held["take"], takes))
-            rng = np.random.default_rng([SEED, number, part])
+            rng = np.random.default_rng([seed, number, part])
             parts.append(mixed([cuts[row] for row in rows], held["digit"][rows], count, rng))
         found.append((parts[0], parts[1]))
     return found
@@ -79,13 +85,14 @@ def spectra(x_NBF: Array) -> Array:
     return x_NBF.reshape(*x_NBF.shape[:2], PIECES, -1).mean(3).reshape(len(x_NBF), -1)
 
 
-def ways(train: Sequence[Part], rounds: int) -> tuple[MultiLabel, dict[str, Answers]]:
+def ways(train: Sequence[Part], rounds: int, seed: int = SEED) -> tuple[MultiLabel, dict[str, Answers]]:
     """The task, and name -> how a speaker is answered."""
     task = MultiLabel(DIGITS)
     every = np.concatenate([x for x, _ in train])
     mean, std = (tuple(map(float, one)) for one in (every.mean(0), every.std(0)))
     spec = InputSpec(every.shape[1:], mean=mean, std=std)
-    layout, model, hyper, served = fedavg(models.describe("mlp", spec, (), {"hidden": [64]}, task), train, rounds)
+    layout, model, hyper, served = fedavg(models.describe("mlp", spec, (), {"hidden": [64]}, task), train, rounds,
+                                          seed=seed)
 
     def tuned(own: Part, x: Array) -> Array:
         params = personal_model.adapt(METHODS["fedavg"], model, layout, served, *own, hyper, scalars={"seed": SEED})
@@ -118,28 +125,85 @@ def scored(task: MultiLabel, answers: Answers, those: Sequence[tuple[Part, Part]
             "exact_match": figures["exact_match"]["all"], "speakers": len(those), "windows": samples}
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+def thresholds(y_NK: Array, p_NK: Array) -> Array:
+    """[K]: of each label the one in ``GRID`` with the highest F1; of several the one next to 0.5."""
+    f1_TK = np.array([_f1(y_NK > 0, p_NK >= one) for one in GRID])
+    near_T = np.abs(np.array(GRID) - THRESHOLD)
+    order_T = np.argsort(near_T, kind="stable")
+    return np.array(GRID)[order_T[f1_TK[order_T].argmax(0)]]
+
+
+def _f1(true_NK: Array, answered_NK: Array) -> Array:
+    """[K]; 1 for a label that no sample carries and no answer names."""
+    met_K = true_NK.sum(0) + answered_NK.sum(0)
+    return np.where(met_K > 0, 2 * (true_NK & answered_NK).sum(0) / np.maximum(met_K, 1), 1.0)
+
+
+def by_thresholds(rounds: int, seeds: int, path: Path) -> list[dict[str, Any]]:
+    """Of each way a device answers by: F1 with 0.5 and with thresholds of its own, for each seed."""
+    found: dict[str, dict[str, Any]] = {}
+    for seed in range(seeds):
+        every = speakers(path, seed)
+        task, known = ways([own for own, _ in every[:-NEW]], rounds, seed)
+        for name in ("logistic regression, alone", "the fleet's model, fine-tuned", "the fleet's model, head"):
+            parts: dict[str, list[Measured]] = {"0.5": [], "own": []}
+            for own, (x, y) in every:
+                p = known[name](own, x)
+                first, later = slice(None, len(y) // 2), slice(len(y) // 2, None)
+                limits = thresholds(y[first], p[first])
+                parts["0.5"].append(task.measured(y[later], p[later]))
+                parts["own"].append(task.measured(y[later], (p[later] >= limits).astype(np.float64)))
+            row = found.setdefault(name, {"answers": name, "0.5": [], "own": []})
+            for way, those in parts.items():
+                _, figures = pooled(task.outputs, [(one.samples, one.sums) for one in those])
+                row[way].append({key: figures[key]["all"] for key in ("micro_f1", "macro_f1", "exact_match")})
+        print(f"seed {seed + 1} of {seeds}", flush=True)
+    return list(found.values())
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    rows = result["rows"]
     head = ("answers", "micro-F1, those that train", "macro-F1", "exact match", "micro-F1, new speaker", "exact match")
     return {"digits": markdown.table(head, [
         (one["answers"], *(f"{one['train'][key]:.3f}" for key in ("micro_f1", "macro_f1", "exact_match")),
          *(f"{one['new'][key]:.3f}" for key in ("micro_f1", "exact_match")))
         for one in rows
-    ])}
+    ]), "thresholds": markdown.table(
+        ("answers", "micro-F1 with 0.5", "with own thresholds", "macro-F1 with 0.5", "own", "exact match with 0.5",
+         "own"),
+        [(one["answers"], *(_mean(one[way], key) for key in ("micro_f1", "macro_f1", "exact_match")
+                            for way in ("0.5", "own"))) for one in result["thresholds"]],
+    )}
+
+
+def _mean(seeds: Sequence[Mapping[str, float]], key: str) -> str:
+    values = [one[key] for one in seeds]
+    return f"{np.mean(values):.3f} ± {(max(values) - min(values)) / 2:.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--thresholds", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    rounds = options.rounds
     torch.set_num_threads(1)
-    found = speakers(Path(os.environ["METAFLEET_SHARED"]) / "data" / FILE)
+    path = Path(os.environ["METAFLEET_SHARED"]) / "data" / FILE
+    kept = json.loads(RESULT.read_text(encoding="utf-8"))
+    if options.thresholds:
+        return write({**kept, "thresholds": by_thresholds(rounds, options.seeds, path)})
+    found = speakers(path)
     train, new = found[:-NEW], found[-NEW:]
     task, known = ways([own for own, _ in train], rounds)
     rows = [{"answers": name, "train": scored(task, one, train), "new": scored(task, one, new)}
             for name, one in known.items()]
-    result = {"rounds": rounds, "hyper": HYPER, "seed": SEED, "rows": rows}
+    write({"rounds": rounds, "hyper": HYPER, "seed": SEED, "rows": rows, "thresholds": kept["thresholds"]})
+
+
+def write(result: Mapping[str, Any]) -> None:
     storage.write_atomic(RESULT, (json.dumps(result, indent=1) + "\n").encode())
-    storage.write_atomic(PAGE, markdown.filled(PAGE.read_text(encoding="utf-8"), tables(rows)).encode())
+    storage.write_atomic(PAGE, markdown.filled(PAGE.read_text(encoding="utf-8"), tables(result)).encode())
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ VALID_S = 30 * 86400.0  # a token's lifetime
 TOKEN_STEP_BYTES = 1024
 TABLES = {"data": agents.Data, "train": agents.Training, "personalize": agents.Personalize, "serve": agents.Serve,
           "metrics": agents.Metrics, "power": agents.Power, "radio": agents.Radio, "unlabelled": agents.Unlabelled,
-          "privacy": agents.Demands, "broker_login": BrokerLogin}
+          "alarm": agents.Alarm, "privacy": agents.Demands, "broker_login": BrokerLogin}
 
 
 @dataclass(frozen=True)

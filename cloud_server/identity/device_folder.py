@@ -36,6 +36,7 @@ class DeviceFile:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tls: Mapping[str, Any] = field(default_factory=dict)
     unlabelled: Mapping[str, Any] = field(default_factory=dict)
+    alarm: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
     broker_login: Mapping[str, Any] = field(default_factory=dict)
     source: tuple[Mapping[str, Any], ...] = ()

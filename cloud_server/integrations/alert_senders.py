@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import queue
-import subprocess
 import threading
 import time
 import urllib.request
@@ -22,6 +21,7 @@ from cloud_server.ledger.ledger import Ledger
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import AlertsSection
 from fleet_core import __version__
+from fleet_core.base import processes
 from fleet_core.base.errors import StateError
 
 COMMAND_S, WEBHOOK_S = 30.0, 10.0
@@ -29,17 +29,6 @@ TRIES, BETWEEN_S = 3, 5.0
 MOST_WAITING = 64
 
 Message = Mapping[str, Any]
-
-
-def run_command(command: tuple[str, ...], message: Message) -> str:
-    """Runs ``command`` with the message on its standard input; returns why that failed, or an empty text."""
-    try:
-        done = subprocess.run(command, input=json.dumps(message).encode(), stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, timeout=COMMAND_S, check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{command[0]}: {error}"
-    said = done.stderr[-500:].decode(errors="replace").strip()
-    return f"{command[0]}: exit code {done.returncode}: {said}" if done.returncode else ""
 
 
 def post(url: str, message: Message) -> str:
@@ -55,7 +44,9 @@ def post(url: str, message: Message) -> str:
 
 def channels(section: AlertsSection) -> list[Callable[[Message], str]]:
     """The command and the webhook, if they are set; each returns why it failed, or an empty text."""
-    found: list[Callable[[Message], str]] = [partial(run_command, section.command)] if section.command else []
+    found: list[Callable[[Message], str]] = []
+    if section.command:
+        found.append(lambda message: processes.told(section.command, message, COMMAND_S))
     return [*found, *([partial(post, section.webhook)] if section.webhook else [])]
 
 

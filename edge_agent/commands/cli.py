@@ -88,7 +88,9 @@ def _local(root: Parser) -> None:
     one.add_argument("--limit", metavar="N", type=within(int, 1), default=20, help="number of samples at most; "
                      "default: 20")
     one.add_argument("--id", metavar="ID", help="label this sample, and ask for nothing")
-    one.add_argument("--label", help="its class")
+    one.add_argument("--label", help="its class, or quiet or anomaly")
+    one.add_argument("--labels", metavar="NAME,…", help="of a fleet with several labels: the sample's, or '' for none, "
+                     "in place of --label")
     one.add_argument("--target", metavar="NUMBER,…", help="of a fleet that predicts numbers: the sample's, in place of "
                      "--label")
     one.add_argument("--new-class", action="store_true",
@@ -201,8 +203,8 @@ def verify(given: Namespace) -> None:
 def review(given: Namespace) -> None:
     from edge_agent.commands import review as reviewing
 
-    reviewing.review(given.home, given.limit, given.id, given.label, target=given.target, new_class=given.new_class,
-                     as_json=given.as_json)
+    reviewing.review(given.home, given.limit, given.id, given.label, target=given.target, labels=given.labels,
+                     new_class=given.new_class, as_json=given.as_json)
 
 
 def sources(given: Namespace) -> None:

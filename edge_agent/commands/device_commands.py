@@ -25,7 +25,8 @@ from fleet_core.board.device_settings import Personalize, Settings, settings_of
 from fleet_core.data import samples, unlabelled
 from fleet_core.protocol.device_messages import Answer
 from fleet_core.tasks.anomaly import NO_THRESHOLD, QUIET, Anomaly
-from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.labels import MultiLabel, names_of
+from fleet_core.tasks.regression import numbers_of
 from fleet_core.tasks.task import Task
 
 
@@ -233,6 +234,9 @@ def add(
     service.known_classes()
     task = service.layout.task
     if isinstance(task, Anomaly):
+        if target is not None or labels is not None:
+            raise ConfigError("this fleet detects anomalies, it has neither numbers to predict nor several labels",
+                              expected="--label quiet or --label anomaly")
         return _add_quiet(file, label or QUIET, service, settings.data.stride)
     if task is not None and label is None:
         return _add_targets(file, _truths(target, labels, service, task), service, task, settings.data.stride)
@@ -265,10 +269,10 @@ def _truths(target: str | None, labels: str | None, service: Service, task: Task
     if isinstance(task, MultiLabel):
         if target is not None:
             raise ConfigError("this fleet has labels, not numbers to predict", expected="--labels NAME,…")
-        return None if labels is None else relearn.checked_label_set(service, list(filter(None, labels.split(","))))
+        return None if labels is None else relearn.checked_label_set(service, names_of(labels))
     if labels is not None:
         raise ConfigError("this fleet predicts numbers, not labels", expected="--target NUMBER,…")
-    return None if target is None else relearn.checked_targets(service, np.array(numbers(target)))
+    return None if target is None else relearn.checked_targets(service, np.array(numbers_of(target, "--target")))
 
 
 def _add_targets(
@@ -295,14 +299,6 @@ def _named(truths: np.ndarray[Any, Any] | None, task: MultiLabel) -> str:
     if truths is None:
         return "their labels"
     return ", ".join(task.chosen(truths.tolist())) or "none of the labels"
-
-
-def numbers(target: str) -> list[float]:
-    """The numbers of ``1.5,20``. Raises ConfigError."""
-    try:
-        return [float(part) for part in target.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"'{target[:80]}' is not numbers", where="--target", expected="such as 1.5,20") from error
 
 
 def list_samples(home: Path, as_json: bool) -> None:

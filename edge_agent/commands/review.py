@@ -1,65 +1,74 @@
 """``edge-agent review``: shows stored samples without a label, least certain first, and takes their labels.
 
-In a fleet that predicts numbers a label is its targets, one number for each output.
+In a fleet that predicts numbers a label is its targets, one number for each output; in one with several labels it is a
+list of names; in one that detects anomalies the samples with the highest scores come first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edge_agent.commands.device_commands import numbers
 from edge_agent.inference.device_api import Device, UnlabelledSample
 from fleet_core.base import terminal
 from fleet_core.base.errors import ConfigError
+from fleet_core.tasks.anomaly import SCORE
+from fleet_core.tasks.labels import NONE, names_of
+from fleet_core.tasks.regression import numbers_of
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = 60
 CHANNELS = 4
 LIKELY = 3
+Truth = str | list[str] | list[float]
 
 
 def review(
-    home: Path, limit: int, name: str | None, label: str | None, *, target: str | None = None, new_class: bool,
-    as_json: bool,
+    home: Path, limit: int, name: str | None, label: str | None, *, target: str | None = None,
+    labels: str | None = None, new_class: bool, as_json: bool,
 ) -> None:
-    """Lists at most ``limit`` samples, and on a terminal asks for the label of each. name, and label or target: labels
-    this sample and asks for nothing. Raises ConfigError, DataError, StateError."""
+    """Lists at most ``limit`` samples, and on a terminal asks for the label of each. name, and one of label, labels and
+    target: labels this sample and asks for nothing. Raises ConfigError, DataError, StateError."""
     device = Device(home)
-    given = label if target is None else target
-    if (name is None) != (given is None) or (label is not None and target is not None):
-        raise ConfigError("--id and --label belong together", expected="--id with --label CLASS or --target NUMBER,…")
-    if name is not None and given is not None:
-        device.label(name, given if target is None else numbers(target), new_class=new_class)
-        print(f"{name} is {given}; the next personalization learns it: edge-agent personalize")
+    readers: list[tuple[str | None, Callable[[str], Truth]]] = [(label, str), (labels, names_of), (target, numbers_of)]
+    given = [(text, read(text)) for text, read in readers if text is not None]
+    if len(given) != (name is not None):
+        raise ConfigError("--id and --label belong together",
+                          expected="--id with --label CLASS, --labels NAME,… or --target NUMBER,…")
+    if name is not None:
+        (text, truth), = given
+        device.label(name, truth, new_class=new_class)
+        print(f"{name} is {text or 'none of the labels'}; the next personalization learns it: edge-agent personalize")
         return
     found = device.unlabelled(limit)
     if as_json:
         terminal.show([one.plain for one in found])
     elif not found:
         print("no unlabelled samples; a [[source]] in device.toml stores them, or a program with edge_agent.Device.add")
-    elif (device.classes or device.outputs) and sys.stdin.isatty() and sys.stdout.isatty():
+    elif sys.stdin.isatty() and sys.stdout.isatty():
         _ask(device, found, new_class)
     else:
         terminal.table([(one.id, terminal.date(one.time), likely(one)) for one in found], ("id", "time", "answer"))
 
 
 def _ask(device: Device, found: list[UnlabelledSample], new_class: bool) -> None:
-    outputs = device.outputs
-    what = f"targets: {', '.join(outputs)}, as 1.5,20" if outputs else f"classes: {', '.join(device.classes)}"
-    print(f"{what}; Enter leaves a sample as it is, Ctrl-D ends")
+    what, known, example = (("targets", device.outputs, ", as 1.5,20") if device.outputs else
+                            ("labels", device.labels, f", as {','.join(device.labels[:2])}, or {NONE} for none")
+                            if device.labels else ("class", device.classes, ""))
+    print(f"{what}: {', '.join(known)}{example}; Enter leaves a sample as it is, Ctrl-D ends")
     labelled = 0
     with contextlib.suppress(EOFError):
         for number, one in enumerate(found, 1):
             print(f"\n{number} of {len(found)}  {terminal.date(one.time)}  {likely(one)}")
             print("\n".join(drawn(one.x)))
-            while label := input("targets: " if outputs else "class: ").strip():
+            while label := input(f"{what}: ").strip():
                 try:
-                    device.label(one.id, numbers(label) if outputs else label, new_class=new_class)
+                    device.label(one.id, device.typed(label), new_class=new_class)
                 except ConfigError as error:
                     print(error)
                 else:
@@ -70,9 +79,12 @@ def _ask(device: Device, found: list[UnlabelledSample], new_class: bool) -> None
 
 
 def likely(one: UnlabelledSample) -> str:
-    """The most probable classes, or the numbers; empty without an answer."""
+    """The most probable classes, or the numbers, or the score; empty without an answer."""
     if one.answer is None:
         return ""
+    if one.answer.alarm is not None:
+        return (f"score {one.answer.values[SCORE]:.6g}, threshold {one.answer.threshold:.6g}"
+                + (", ALARM" if one.answer.alarm else ""))
     if one.answer.values:
         return ", ".join(f"{name} {value:.6g}" for name, value in one.answer.values.items())
     if not one.answer.label:

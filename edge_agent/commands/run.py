@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from edge_agent.commands import online_note
 from edge_agent.commands.watchdog import Watchdog
 from edge_agent.compute.worker import ByEngine, Jobs, Threaded, Trainer, TrainerProcess
+from edge_agent.connection.alarm_command import hearing_alarms
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.agent_costs import AgentCosts
@@ -78,7 +79,7 @@ def run(
     )
     _restore(service, log)
     with accounts.metering(), _http_server(home, settings, service, log), _metrics(settings, agent, log), \
-            _sources(home, settings, service, log):
+            hearing_alarms(home, settings, service, log), _sources(home, settings, service, log):
         link.open()
         try:
             await_broker(link, lambda: agent.step(TICK_S), device.broker, stopped, connect_s)

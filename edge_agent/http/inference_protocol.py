@@ -14,7 +14,7 @@ Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, in
 FP32 [n, K] or ``labels`` UINT8 [n, K], and personalizes at once. A label that is no class is refused, unless the
 request's parameter ``new_classes`` is true. ``GET /v2/models/NAME/unlabelled`` lists stored samples without a label,
 ``GET /v2/models/NAME/unlabelled/ID`` is one of them, and ``POST /v2/models/NAME/label`` gives the sample ``id`` its
-``label``, or its ``target``, a list of numbers.
+``label``, or its ``target``, a list of numbers, or its ``labels``, a list of names.
 """
 
 from __future__ import annotations
@@ -107,13 +107,14 @@ class Model(typing.Protocol):
         """labels: or targets [n, K]. new: labels may name new classes of this device. Raises FleetError."""
 
     def unlabelled(self) -> Sequence[Mapping[str, Any]]:
-        """Stored samples without a label, as plain values, the least certain first. Raises FleetError."""
+        """Stored samples without a label, as plain values, as ``Device.unlabelled``. Raises FleetError."""
 
     def unlabelled_sample(self, name: str) -> Array:
         """[*shape]. Raises FleetError."""
 
-    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
-        """Labels the unlabelled sample of this id. label: or targets [K]. new: as in ``learn``. Raises FleetError."""
+    def label(self, name: str, label: str | Sequence[float] | Sequence[str], *, new: bool) -> Mapping[str, Any]:
+        """Labels the unlabelled sample of this id. label: or targets [K], or names. new: as in ``learn``. Raises
+        FleetError."""
 
 
 @dataclass(frozen=True)
@@ -259,13 +260,10 @@ class InferenceProtocol:
         self._check_version(version, facts.round)
         with self._reading:
             body, _ = _split(request)
-        for key in ("id",) if facts.values else ("id", "label"):
-            if not isinstance(body.get(key), str):
-                raise MessageError(f"'{key}' is {tensors.shown(body.get(key))}", expected="text")
         where = "the request's parameters"
         new = tensors.flag(tensors.parameters_of(body, where), "new_classes", False, where)
-        label = _target(body.get("target"), facts.values) if facts.values else body["label"]
-        return as_json(self._model.label(body["id"], label, new=new))
+        name, label = _text(body, "id"), _given_label(body, facts)
+        return as_json(self._model.label(name, label, new=new))
 
     def _parse(self, request: Request, forms: Mapping[str, Form]) -> InferenceRequest:
         with self._reading:
@@ -283,6 +281,28 @@ def _described(facts: Facts) -> list[dict[str, Any]]:
         outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
         outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
     return outputs
+
+
+def _text(body: Mapping[str, Any], key: str) -> str:
+    """Raises MessageError."""
+    found = body.get(key)
+    if not isinstance(found, str):
+        raise MessageError(f"'{key}' is {tensors.shown(found)}", expected="text")
+    return found
+
+
+def _given_label(body: Mapping[str, Any], facts: Facts) -> str | list[float] | list[str]:
+    """A sample's class, or its targets, or the names of its labels. Raises MessageError."""
+    (key,) = facts.truth
+    if key == "target":
+        return _target(body.get(key), facts.values)
+    if key == "label":
+        return _text(body, key)
+    names = body.get(key)
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise MessageError(f"'{key}' is {tensors.shown(names)}",
+                           expected=f"a list of some of {', '.join(facts.labels[:20])}, or an empty one")
+    return names
 
 
 def _target(given: Any, outputs: Sequence[str]) -> list[float]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edge_agent.connection.alarm_command import hearing_alarms
 from edge_agent.http.access import CERTIFICATE, TOKEN, access_of
 from edge_agent.http.client_limits import Limits
 from edge_agent.http.http_server import HttpServer
@@ -99,10 +100,11 @@ class ServedModel:
     def unlabelled_sample(self, name: str) -> np.ndarray[Any, Any]:
         return self._device().sample(name)
 
-    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
+    def label(self, name: str, label: str | Sequence[float] | Sequence[str], *, new: bool) -> Mapping[str, Any]:
         device = self._device()
         device.label(name, label, new_class=new)
-        labelled = {"id": name, "label" if isinstance(label, str) else "target": label}
+        key = "label" if isinstance(label, str) else "labels" if device.labels else "target"
+        labelled = {"id": name, key: label}
         try:
             return {**labelled, "personalization": device.personalize()}
         except FleetError as error:
@@ -162,15 +164,16 @@ def serve(home: Path, settings: Settings, *, stopped: Callable[[], bool], log: C
     service = service_of(home, settings)
     follower = Follower(service, log)
     follower.check()
-    server = start(home, settings, service, log)
-    try:
-        if service.answering is None:
-            log("there is no model yet: 'edge-agent run' fetches it")
-        while not stopped():
-            time.sleep(CHECK_S)
-            follower.check()
-    finally:
-        server.stop()
+    with hearing_alarms(home, settings, service, log):
+        server = start(home, settings, service, log)
+        try:
+            if service.answering is None:
+                log("there is no model yet: 'edge-agent run' fetches it")
+            while not stopped():
+                time.sleep(CHECK_S)
+                follower.check()
+        finally:
+            server.stop()
 
 
 def main(arguments: list[str]) -> None:

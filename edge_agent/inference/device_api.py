@@ -21,6 +21,7 @@ from edge_agent.inference.service import Service, service_of
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.prepare import prepared
+from fleet_core.tasks.anomaly import SCORE, Anomaly
 from fleet_core.tasks.labels import MultiLabel
 from fleet_core.tasks.regression import Regression
 
@@ -78,6 +79,8 @@ class UnlabelledSample:
         facts: dict[str, Any] = {"id": self.id, "time": self.time}
         if self.answer is not None and self.answer.values:
             facts |= {"values": dict(self.answer.values)}
+            facts |= {} if self.answer.alarm is None else {"alarm": self.answer.alarm,
+                                                           "threshold": self.answer.threshold}
         elif self.answer is not None and not self.answer.label:
             facts |= {"labels": list(self.answer.labels), "probabilities": dict(self.answer.probabilities)}
         elif self.answer is not None:
@@ -111,6 +114,12 @@ class Device:
         """Names of the numbers that the fleet predicts; empty for classes."""
         task = self._service.layout.task
         return task.outputs if isinstance(task, Regression) else ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the labels of a fleet with several; else empty."""
+        task = self._service.layout.task
+        return task.outputs if isinstance(task, MultiLabel) else ()
 
     def add(
         self, x: ArrayLike, label: str | float | Sequence[float] | Sequence[str] | None = None,
@@ -158,6 +167,12 @@ class Device:
                     raise self._missing(id)
                 store(local, self._sample(stored.x)[None])
 
+    def typed(self, text: str) -> str | list[float] | list[str]:
+        """A label as people type it, for ``label``: a class; numbers, ``120.5,0.25``; or several labels,
+        ``speech,music``, or ``-`` for none. Raises ConfigError."""
+        task = self._service.layout.task
+        return text if task is None else task.typed(text)
+
     def _storing(
         self, label: str | float | Sequence[float] | Sequence[str], *, new: bool
     ) -> Callable[[LocalData, np.ndarray[Any, Any]], int]:
@@ -190,8 +205,9 @@ class Device:
         return relearn.personalize(self._service).how
 
     def unlabelled(self, limit: int = 20) -> list[UnlabelledSample]:
-        """At most ``limit`` unlabelled samples: the least certain of the newest ``NEWEST`` first, or the newest first
-        if no model can answer. Samples of another shape or dtype than the model's are left out. Raises StateError."""
+        """At most ``limit`` unlabelled samples: the least certain of the newest ``NEWEST`` first, or those with the
+        highest scores, or the newest first if no model can answer or answers are numbers. Samples of another shape or
+        dtype than the model's are left out. Raises StateError."""
         if self._buffer.interrupted():
             with self._service.slots.writing():
                 self._buffer.recover(self._service.local().is_added)
@@ -202,7 +218,9 @@ class Device:
             return [UnlabelledSample(stored.id, stored.time, stored.x, None) for stored in fitting[:limit]]
         answers = self._answers(np.stack([stored.x for stored in fitting]), again=True)
         found = [UnlabelledSample(s.id, s.time, s.x, answer) for s, answer in zip(fitting, answers, strict=True)]
-        return sorted(found, key=lambda one: one.answer.certainty if one.answer else 0.0)[:limit]
+        scored = isinstance(self._service.layout.task, Anomaly)
+        first = [-answer.values[SCORE] if scored else answer.certainty for answer in answers]
+        return [found[n] for n in np.argsort(first, kind="stable")[:limit]]
 
     def _answers(self, x: np.ndarray[Any, Any], *, again: bool = False) -> list[Answer]:
         """The answers to samples [n, *shape]. again: as in ``Service.answers``."""

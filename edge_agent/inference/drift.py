@@ -1,7 +1,8 @@
 """Watches whether the samples that a device answers have moved away from those that it was personalized on.
 
-The sums of ``fleet_core.personalization.drift`` are in memory and, for a restart and ``edge-agent status``, in
-``drift.json`` of the device's folder. A new personalization starts new sums. No samples are kept.
+Of a fleet with classes their embeddings are compared, of a task the inputs. The sums are in memory and, for a restart
+and ``edge-agent status``, in ``drift.json`` of the device's folder. A new personalization starts new sums. No samples
+are kept.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import numpy as np
 from fleet_core.base import schema, storage
 from fleet_core.base.errors import FleetError, StateError
 from fleet_core.personalization.drift import Reference, Sums
+from fleet_core.personalization.input_drift import InputReference
 
 if TYPE_CHECKING:
     from edge_agent.inference.service import Service
 
+Known = Reference | InputReference
 FILE = "drift.json"
 SAVE_S = 60.0
 MAX_BYTES = 1 << 12
@@ -45,7 +48,7 @@ class DriftWatch:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time):
         self._path, self._clock, self._lock = folder / FILE, clock, threading.Lock()
         self._now: Watched | None = None
-        self._reference: Reference | None = None
+        self._reference: Known | None = None
         self._saved = 0.0
         self._looked = 0
 
@@ -55,12 +58,12 @@ class DriftWatch:
         now = self._now
         return 0 if now is None else now.sums.moved_at
 
-    def begin(self, reference: Reference | None) -> None:
+    def begin(self, reference: Known | None) -> None:
         """Compares with this reference from now on; None: a model without one, which is not watched."""
         with self._lock:
             self._begin(reference)
 
-    def _begin(self, reference: Reference | None) -> None:
+    def _begin(self, reference: Known | None) -> None:
         if reference is self._reference:
             return
         self._reference = reference
@@ -82,9 +85,9 @@ class DriftWatch:
             if stored is not None and stored.reference == now.reference and stored.sums.answered > now.sums.answered:
                 self._now = stored
 
-    def see(self, reference: Reference, z_nD: np.ndarray[Any, Any]) -> None:
-        """Counts embedded samples that were answered."""
-        surprise = reference.surprise(z_nD)
+    def see(self, reference: Known, seen_n: np.ndarray[Any, Any]) -> None:
+        """Counts samples that were answered. seen_n: embedded, or for an ``InputReference`` the model's inputs."""
+        surprise = reference.surprise(seen_n)
         with self._lock:
             self._begin(reference)
             now = self._now
@@ -107,14 +110,14 @@ def read(folder: Path) -> Watched | None:
         return None
 
 
-def _id(reference: Reference) -> str:
-    arrays = reference.means.prototypes, reference.distance, reference.margin
-    return f"{zlib.crc32(b''.join(np.ascontiguousarray(array).tobytes() for array in arrays)):08x}"
+def _id(reference: Known) -> str:
+    return f"{zlib.crc32(b''.join(np.ascontiguousarray(array).tobytes() for array in reference.made_of)):08x}"
 
 
 def personalize_again(service: Service, tried: int, log: Callable[[str], None]) -> int:
     """Personalizes with labelled samples that were added since the last time, if the samples have moved and the
-    personalizer embeds. tried: their number at the last attempt; returns the new number."""
+    personalizer embeds: gradient steps would keep the agent waiting. tried: their number at the last attempt; returns
+    the new number."""
     from edge_agent.inference import relearn  # takes memory, and is rarely needed
 
     service.drift.follow()
@@ -123,7 +126,7 @@ def personalize_again(service: Service, tried: int, log: Callable[[str], None]) 
         return tried
     try:
         added, personal = service.local().added(), service.stored.personalization(now.slot)
-        if added == tried or personal is None or personal.settings.get("added") == added:
+        if added == tried or personal is None or not personal.embeds or personal.settings.get("added") == added:
             return tried
         done = relearn.personalize(service)
         log(f"drift: personalized again, with {added} added samples, by {done.how}")

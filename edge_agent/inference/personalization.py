@@ -3,7 +3,8 @@
 Arrays of class means, a fitted head and neighbours: ``prototypes`` [N, D] and ``counts`` [N] by class, ``limit`` [N],
 the distance beyond which a sample is unknown, ``drift_distance`` and ``drift_margin`` to notice drift, ``weight`` and
 ``bias`` of a fitted head, and ``z``, ``y``, ``marks`` of the embedded samples. Of a task only the latter. Arrays of
-gradient steps: the weights, as ``group/name``. None of them leaves the device.
+gradient steps: the weights, as ``group/name``. Of a task also those of ``InputReference``. None of them leaves the
+device.
 
 Queries are embedded by the encoder that embedded the support samples, fp32 or int8: class means of one encoder are
 meaningless to the other.
@@ -32,6 +33,8 @@ from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
 from fleet_core.personalization.drift import NAMES, Reference
+from fleet_core.personalization.input_drift import NAMES as INPUT_NAMES
+from fleet_core.personalization.input_drift import InputReference
 from fleet_core.personalization.linear_head import Head, LabelHead
 from fleet_core.personalization.mixture import Mixture
 from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
@@ -100,6 +103,12 @@ class Personalization:
         """The embedded samples, if they are stored."""
         return Support.from_arrays(dict(self.arrays))
 
+    def reference(self, task: Task | None) -> Reference | InputReference | None:
+        """Of the samples that this personalization was made of, to notice drift; None if it has none."""
+        if task is not None:
+            return InputReference.stored(self.arrays)
+        return Reference.stored(self.arrays, self.prototypes) if self.embeds else None
+
     @property
     def prototypes(self) -> Prototypes:
         """The class means. Raises StateError if they are missing or invalid."""
@@ -110,9 +119,18 @@ class Personalization:
 # Make -----------------------------------------------------------------------------------------------------------------
 
 
-def from_weights(how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array]) -> Personalization:
-    """A personalization by gradient steps. arrays: the device's personal weights, as ``group/name``."""
-    return Personalization(how, weights.model, weights.round, classes, dict(arrays), {})
+def from_weights(
+    how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array], x: Array | None = None
+) -> Personalization:
+    """A personalization by gradient steps. arrays: the device's personal weights, as ``group/name``. x: of a task, the
+    inputs that the steps were taken on."""
+    return Personalization(how, weights.model, weights.round, classes, {**arrays, **_reference(x)}, {})
+
+
+def _reference(x: Array | None) -> dict[str, Array]:
+    """The arrays to notice drift of a task's inputs x; empty if they are too few."""
+    found = None if x is None else InputReference.of(x)
+    return {} if found is None else found.arrays()
 
 
 def from_samples(
@@ -133,7 +151,7 @@ def from_samples(
     if graph.layout.task is not None:
         truths = _truths(graph.layout, samples.x, support.y)
         head = _head_of_task(graph.layout.task, support.z, truths, plan.steps)
-        arrays = {**support.arrays(), "weight": head.weight, "bias": head.bias}
+        arrays = {**support.arrays(), **_reference(samples.x), "weight": head.weight, "bias": head.bias}
         about = {"int8": bool(int8), **({"decay": head.decay} if isinstance(head, RidgeHead) else {})}
         return Personalization("head", weights.model, weights.round, (), arrays, about)
     classes = samples.classes or graph.layout.classes
@@ -310,7 +328,8 @@ def _repeating(personal: Personalization, graph: Graph, weights: Weights) -> Pre
 
 
 def _from_weights(personal: Personalization, graph: Graph, weights: Weights) -> Predictor:
-    params = graph.layout.ordered(storage.unflatten(personal.arrays))
+    weights_alone = {name: array for name, array in personal.arrays.items() if name not in INPUT_NAMES}
+    params = graph.layout.ordered(storage.unflatten(weights_alone))
     if personal.how != "fleet-proto":
         return Predictor.head(graph, params)
     means = Prototypes.of_fleet(weights.params, weights.model)

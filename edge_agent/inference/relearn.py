@@ -96,7 +96,8 @@ def _personalized(stored: StoredModels, served: Served, plan: Plan) -> tuple[Per
     if done.error:
         raise RoundError(f"the gradient steps failed: {done.error}")
     used, of = int(done.header["samples"]), int(done.header["of"])
-    personal = personalization.from_weights(plan.how, served.weights, data.classes, done.arrays)
+    x = None if data.task is None else every.x
+    personal = personalization.from_weights(plan.how, served.weights, data.classes, done.arrays, x)
     return personal, Personalized(plan.how, used, of, len(every) - of, _per_class(every))
 
 

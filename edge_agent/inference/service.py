@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,8 @@ class Service:
         self._counting = threading.Lock()
         self._stamp: tuple[Any, ...] = ()
         self.drift = DriftWatch(home.folder)
+        self.on_answer: Callable[[Answer, str], None] | None = None
+        """Gets every answer that counts as one, and the id of the stored sample that it answers, or an empty text."""
 
     @property
     def layout(self) -> Layout:
@@ -162,7 +164,8 @@ class Service:
                 raise StateError("no model has been served to this device yet")
             self.model = None
             served = self.stored.served(self._slot)
-            personal = personalization.from_weights(self._steps_by, served.weights, self.layout.classes, arrays)
+            x = None if self.layout.task is None else self.local().every().x
+            personal = personalization.from_weights(self._steps_by, served.weights, self.layout.classes, arrays, x)
             self._switch_if_good(personal, served)
             self.model = model
 
@@ -327,10 +330,11 @@ class Service:
             raise MessageError(f"the question's array is malformed: {error}") from error
         return self.answers(x.astype(question.dtype))
 
-    def answers(self, x: Array, *, again: bool = False) -> Answer:
+    def answers(self, x: Array, *, again: bool = False, name: str = "") -> Answer:
         """Labels and probabilities, or numbers, of raw samples [n, *shape], with their model and personalization.
         Images of another size and sound are prepared first. again: of stored samples, which are not counted as
-        questions, nor watched for drift. Raises StateError if no model can answer, DataError."""
+        questions, nor watched for drift. name: id of the one sample, if it is stored. Raises StateError if no model
+        can answer, DataError."""
         now = self._answering()
         limit = self.threshold(now) if isinstance(now.layout.task, Anomaly) else None
         answer = now.answer(self.stored.as_input(now.layout, x), None if again else self.drift.see, limit)
@@ -338,6 +342,8 @@ class Service:
             return answer
         with self._counting:
             self.answered, self.last_answer_s = self.answered + answer.samples, time.time()
+        if self.on_answer is not None:
+            self.on_answer(answer, name)
         return answer
 
     def threshold(self, now: Answering) -> float | None:

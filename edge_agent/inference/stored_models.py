@@ -20,6 +20,7 @@ from edge_agent.device.manifest_method import hyper_of
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState, Weights
 from edge_agent.inference import personalization
+from edge_agent.inference.drift import Known
 from edge_agent.inference.personalization import Personalization
 from edge_agent.inference.personalizers import EMBEDS, Plan, answers_unpersonalized, plan_of
 from edge_agent.inference.predictor import Predictor
@@ -32,7 +33,6 @@ from fleet_core.board.device_settings import Personalize, Serve
 from fleet_core.model import graph_bundle
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.model.layout import MODEL_GROUPS, Layout
-from fleet_core.personalization.drift import Reference
 from fleet_core.protocol.device_messages import Answer
 from fleet_core.tasks.labels import MultiLabel
 
@@ -46,8 +46,8 @@ class Answering:
     model, round: id and round of the served model that it was made from. how: its personalizer, or ``none``. classes:
     the classes of the probabilities, first the fleet's and then the device's own; empty with a task. slot: where it is
     stored. graph: ``embed`` or ``embed-int8``, which embeds the device's samples and the queries; ``predict`` if
-    nothing is embedded. reference: of the samples that it was personalized on, to notice drift; None if nothing is
-    embedded, or samples are too few.
+    nothing is embedded. reference: of the samples that it was personalized on, to notice drift; None with classes if
+    nothing is embedded, or if samples are too few.
     """
 
     predictor: Predictor
@@ -58,7 +58,7 @@ class Answering:
     classes: tuple[str, ...]
     slot: str
     graph: str
-    reference: Reference | None = None
+    reference: Known | None = None
 
     @property
     def detects_unknown(self) -> bool:
@@ -66,14 +66,16 @@ class Answering:
         return self.predictor.unknown_detector is not None
 
     def answer(
-        self, x: np.ndarray[Any, Any], see: Callable[[Reference, np.ndarray[Any, Any]], None] | None = None,
+        self, x: np.ndarray[Any, Any], see: Callable[[Known, np.ndarray[Any, Any]], None] | None = None,
         threshold: float | None = None,
     ) -> Answer:
         """Labels and probabilities, or numbers, of raw samples [n, *shape]. see: called with the reference and the
-        embedded samples. threshold: of scores of anomalies. Raises DataError, StateError."""
+        embedded samples, of a task the samples. threshold: of scores of anomalies. Raises DataError, StateError."""
         out, z = self.predictor.outputs(x)
         probabilities, unknown = self.predictor.of_outputs(out, z)
         task = self.layout.task
+        if see is not None and self.reference is not None:
+            see(self.reference, z if task is None else x)
         if isinstance(task, MultiLabel):
             return Answer(
                 outputs=task.outputs, label_sets=tuple(map(task.chosen, probabilities)),
@@ -88,8 +90,6 @@ class Answering:
                 alarms=() if threshold is None else tuple(map(bool, probabilities[:, 0] > threshold)),
                 round=self.round, model=self.model, personalization=self.how, graph=self.graph,
             )
-        if see is not None and self.reference is not None:
-            see(self.reference, z)
         return Answer(
             labels=tuple(self.classes[k] for k in probabilities.argmax(1)),
             probabilities=tuple(tuple(round(float(p), 6) for p in row) for row in probabilities),
@@ -254,8 +254,7 @@ class StoredModels:
         )  # fmt: skip
         return Answering(
             predictor, weights.model, weights.round, personal.how, layout, personal.classes, served.slot,
-            personal.graph,
-            Reference.stored(personal.arrays, personal.prototypes) if personal.embeds and not layout.task else None,
+            personal.graph, personal.reference(layout.task),
         )
 
     def not_personalized(self, served: Served) -> StateError:

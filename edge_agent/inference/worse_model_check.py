@@ -18,6 +18,7 @@ from fleet_core.base.errors import FleetError, StateError
 from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
+from fleet_core.tasks.anomaly import COMPARED, Anomaly
 from fleet_core.tasks.calibration import expected_calibration_error
 from fleet_core.tasks.measured import Measured
 from fleet_core.tasks.task import KINDS
@@ -41,13 +42,15 @@ WORSE_BY = "[serve] worse_by in device.toml says how much worse may be"
 class HeldBack:
     """How a model answers the held-back samples. samples: their number. figures: ``accuracy`` and
     ``calibration_error``, or the measures of a task by output. measure, text: the first of them for people, as
-    ``accuracy`` and ``0.950``. loss: by which models are compared: lower is better."""
+    ``accuracy`` and ``0.950``. loss: by which models are compared: lower is better. compared: its name, where the
+    measure says something else."""
 
     samples: int
     figures: Mapping[str, Any]
     measure: str
     text: str
     loss: float
+    compared: str = ""
 
 
 class WorseModel(StateError):
@@ -131,7 +134,8 @@ class Evaluator:
             return None
         if isinstance(counts, Measured) and data.task is not None:
             head = KINDS[data.task.kind].MEASURE
-            return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance)
+            compared = COMPARED if isinstance(data.task, Anomaly) else ""
+            return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance, compared)
         if not isinstance(counts, np.ndarray):
             return None
         accuracy = float(np.trace(counts) / counts.sum())
@@ -165,7 +169,9 @@ def why_worse(now: HeldBack | None, then: HeldBack | None, worse_by: float) -> s
     """How both answer if the model ``now`` loses more than ``worse_by`` to the one ``then``; else empty."""
     if now is None or then is None or now.samples < MIN_HELD_BACK or now.loss - then.loss <= worse_by + 1e-9:
         return ""
-    return f"{now.measure} {now.text} on {now.samples} held-back samples, {then.text} before"
+    measure, text, before = ((now.compared, f"{now.loss:.3g}", f"{then.loss:.3g}") if now.compared else
+                             (now.measure, now.text, then.text))
+    return f"{measure} {text} on {now.samples} held-back samples, {before} before"
 
 
 def gives_probabilities(predictor: Predictor, graph: Graph) -> bool:

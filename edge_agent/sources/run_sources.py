@@ -154,6 +154,7 @@ class Running:
         self._device: Device | None = None
         self._kept_at: float | None = None
         self._second, self._in_second = 0.0, 0
+        self._unanswered = ""  # why the last sample was not answered
 
     def start(self) -> None:
         self._thread.start()
@@ -247,13 +248,25 @@ class Running:
         self._device = device = self._device or Device(self._home, self._service)
         try:
             if sample.label:
-                device.add(sample.x, sample.label, sample.time)
+                device.add(sample.x, device.typed(sample.label), sample.time)
                 self.last, self.state = None, replace(self.state, labelled=self.state.labelled + 1)
                 return
         except ConfigError as error:  # the sample is kept, and may be labelled later
             self._lost(one_line(error))
-        self.last = (sample, device.add(sample.x, time=sample.time))
+        self.last = (sample, name := device.add(sample.x, time=sample.time))
         self._kept_at, self.state = sample.time, replace(self.state, kept=self.state.kept + 1)
+        if self._settings.alarm.command:
+            self._answer(sample, name)
+
+    def _answer(self, sample: Taken, name: str) -> None:
+        """Asks the model, so that the device's command hears of an alarm. name: the sample's id."""
+        try:
+            self._service.answers(sample.x[None], name=name)
+            self._unanswered = ""
+        except FleetError as error:
+            if one_line(error) != self._unanswered:
+                self._unanswered = one_line(error)
+                self._log(f"source {self.name}: its samples raise no alarm: {self._unanswered}")
 
     def _slow_down(self) -> None:
         """Waits if ``MAX_SAMPLES_PER_S`` were stored in this second; so the source must wait, too."""
@@ -265,7 +278,8 @@ class Running:
             self._stopped.wait(max(0.0, self._second + 1.0 - now))
 
     def label(self, label: str) -> str:
-        """Gives the last sample its class; returns what became of it. Raises ConfigError, DataError, StateError."""
+        """Gives the last sample its label, as ``Device.typed`` reads it; returns what became of it. Raises ConfigError,
+        DataError, StateError."""
         last, self.last = self.last, None
         if last is None:
             return f"no sample of {self.name} waits for a label"
@@ -273,9 +287,9 @@ class Running:
         sample, name = last
         try:
             if name:
-                device.label(name, label)
+                device.label(name, device.typed(label))
             else:
-                device.add(sample.x, label, sample.time)
+                device.add(sample.x, device.typed(label), sample.time)
         except ConfigError:
             self.last = last
             raise

@@ -53,8 +53,8 @@ NAME = r"[A-Za-z0-9_-]{1,64}"
 HOSTNAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 RESERVED = ("root", "metafleet")
 FOR_THE_AGENT = (
-    "data", "train", "personalize", "serve", "metrics", "power", "radio", "unlabelled", "privacy", "broker_login",
-    "source", "button",
+    "data", "train", "personalize", "serve", "metrics", "power", "radio", "unlabelled", "alarm", "privacy",
+    "broker_login", "source", "button",
 )
 """Tables that are copied to the device."""
 KEY_TYPES = r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-(ssh-ed25519|ecdsa-sha2-nistp256)@openssh\.com)"
@@ -120,6 +120,7 @@ class DeviceFile:
     power: Mapping[str, Any] = field(default_factory=dict)
     radio: Mapping[str, Any] = field(default_factory=dict)
     unlabelled: Mapping[str, Any] = field(default_factory=dict)
+    alarm: Mapping[str, Any] = field(default_factory=dict)
     privacy: Mapping[str, Any] = field(default_factory=dict)
     broker_login: Mapping[str, Any] = field(default_factory=dict)
     source: tuple[Mapping[str, Any], ...] = ()

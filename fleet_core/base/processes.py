@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -63,6 +66,18 @@ def exec_module(module: str, *arguments: str) -> NoReturn:
 def say(line: str) -> None:
     """Prints a line for people on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def told(command: tuple[str, ...], message: Mapping[str, Any], timeout_s: float, folder: Path | None = None) -> str:
+    """Runs a program of the user's, in ``folder``, with the message as JSON on its standard input; returns why that
+    failed, or an empty text."""
+    try:
+        done = subprocess.run(command, input=json.dumps(message).encode(), stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, timeout=timeout_s, check=False, cwd=folder)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{command[0]}: {error}"
+    said = done.stderr[-500:].decode(errors="replace").strip()
+    return f"{command[0]}: exit code {done.returncode}: {said}" if done.returncode else ""
 
 
 def typed(path: Any) -> str:

@@ -165,6 +165,15 @@ class Unlabelled:
 
 
 @dataclass(frozen=True)
+class Alarm:
+    """Of a fleet that detects anomalies. command: a program and its words, which runs in the device's home when a
+    sample is an alarm; empty: none. every_s: seconds from one run to the next, at least."""
+
+    command: tuple[str, ...] = field(default=(), metadata={"max_length": 4096})
+    every_s: float = field(default=60.0, metadata={"min": 0, "max": 86_400})
+
+
+@dataclass(frozen=True)
 class Demands:
     """How the fleet must protect this device's updates; it trains in no round that protects them less.
 
@@ -200,6 +209,7 @@ class Settings:
     metrics: Metrics = field(default_factory=Metrics)
     tls: Tls = field(default_factory=Tls)
     unlabelled: Unlabelled = field(default_factory=Unlabelled)
+    alarm: Alarm = field(default=Alarm(), metadata={"sparse": True})
     privacy: Demands = field(default_factory=Demands)
     broker_login: BrokerLogin = field(default_factory=BrokerLogin)
     source: tuple[Source, ...] = field(default=(), metadata={"variants": SOURCES, "max_length": 32, "sparse": True})

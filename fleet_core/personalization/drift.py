@@ -60,10 +60,15 @@ class Reference:
         """As ``stored`` reads them."""
         return dict(zip(NAMES, (self.distance, self.margin), strict=True))
 
+    @property
+    def made_of(self) -> tuple[Array, ...]:
+        """Arrays by which this reference is known from any other."""
+        return self.means.prototypes, self.distance, self.margin
+
     def surprise(self, z_nD: Array) -> Array:
         """float64 [n, 2]: −ln p of distance and margin of each embedded sample."""
         pairs = zip(measures(z_nD, self.means), (self.distance, self.margin), strict=True)
-        return np.stack([-np.log(_two_sided(values, known)) for values, known in pairs], axis=1)
+        return np.stack([-np.log(two_sided(values, known)) for values, known in pairs], axis=1)
 
 
 def measures(z_nD: Array, means: Prototypes, y_n: Array | None = None) -> tuple[Array, Array]:
@@ -85,8 +90,8 @@ def _measures(z_nD: Array, means: Prototypes, y_n: Array | None) -> tuple[Array,
     return nearest[:, 0], np.divide(nearest[:, -1] - nearest[:, 0], total, out=np.zeros(len(z_nD)), where=total > 0)
 
 
-def _two_sided(values_n: Array, known_m: Array) -> Array:
-    """Twice the smaller tail of each value among the sorted known ones, at most 1."""
+def two_sided(values_n: Array, known_m: Array) -> Array:
+    """p-values: twice the smaller tail of each value among the sorted known ones, at most 1."""
     below = (np.searchsorted(known_m, values_n, side="right") + 1) / (len(known_m) + 1)
     above = (len(known_m) - np.searchsorted(known_m, values_n, side="left") + 1) / (len(known_m) + 1)
     return np.asarray(np.minimum(1.0, 2 * np.minimum(below, above)))

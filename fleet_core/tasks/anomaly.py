@@ -31,6 +31,8 @@ LABELS = QUIET, ANOMALY = "quiet", "anomaly"
 SCORE = "score"
 MEASURE = "false alarms"
 """The share of quiet samples that raise an alarm, which listings show."""
+COMPARED = "mean difference of quiet samples, in deviations,"
+"""By which two models of a device are compared (``Measured.distance``)."""
 NAMES = {"alarms": "alarms", "score": "score", "auroc": "AUROC"}
 """Of the measures, for people."""
 COMPARED: tuple[Figure, ...] = (
@@ -141,6 +143,10 @@ class Anomaly:
         the earlier half of the quiet ones. Both halves have a sample where there are two."""
         quiet = np.flatnonzero(y_N == 0)
         return quiet[: (len(quiet) + 1) // 2]
+
+    def typed(self, text: str) -> str:
+        """A sample's label."""
+        return text
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ Array = np.ndarray[Any, Any]
 
 KIND = "multi-label"
 THRESHOLD = 0.5
+NONE = "-"
+"""Typed for a sample that carries none of the labels."""
 MAX_LABELS = 1000
 MEASURE = "micro-F1"
 """The F1 of all labels' counts together, which listings show."""
@@ -55,6 +57,10 @@ class MultiLabel:
     def chosen(self, probabilities_K: Sequence[float]) -> tuple[str, ...]:
         """The labels that are answered."""
         return tuple(name for name, p in zip(self.outputs, probabilities_K, strict=True) if p >= THRESHOLD)
+
+    def typed(self, text: str) -> list[str]:
+        """A sample's labels, as ``names_of``."""
+        return names_of(text)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -144,6 +150,11 @@ class LabelCounts:
         """The mean of ``f1`` over the labels that have one."""
         known = [one for one in self.f1 if one is not None]
         return float(np.mean(known)) if known else None
+
+
+def names_of(text: str) -> list[str]:
+    """Those of ``speech,music``; none of an empty text, or of ``NONE``."""
+    return [name for part in text.split(",") if (name := part.strip()) not in ("", NONE)]
 
 
 def sigmoid(logits: Array) -> Array:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet_core.base.errors import DataError
+from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.tasks.measured import Figure, Measured, Measures
 
 Array = np.ndarray[Any, Any]
@@ -74,6 +74,10 @@ class Regression:
         """A model's answers [N, K] in the user's unit, float64."""
         found: Array = np.asarray(answers_NK, np.float64) * self.deviation + self.mean
         return found
+
+    def typed(self, text: str) -> list[float]:
+        """A sample's targets, as ``numbers_of``."""
+        return numbers_of(text)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -191,6 +195,14 @@ class Errors:
             float(1 - wrong / spread) if known else None
             for wrong, spread, known in zip(self.squared, spread_K, known_K, strict=True)
         )
+
+
+def numbers_of(text: str, where: str | None = None) -> list[float]:
+    """Those of ``1.5,20``. where: the text is from. Raises ConfigError."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"'{text[:80]}' is not numbers", where=where, expected="such as 1.5,20") from error
 
 
 def measures(outputs: Sequence[str], errors: Errors) -> dict[str, dict[str, float]]:

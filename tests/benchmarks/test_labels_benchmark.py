@@ -12,8 +12,14 @@ from benchmarks.tasks import labels
 
 
 def test_the_page_has_the_figures_of_the_result() -> None:
-    page, rows = labels.PAGE.read_text(encoding="utf-8"), json.loads(labels.RESULT.read_text(encoding="utf-8"))["rows"]
-    assert markdown.filled(page, labels.tables(rows)) == page
+    page, result = labels.PAGE.read_text(encoding="utf-8"), json.loads(labels.RESULT.read_text(encoding="utf-8"))
+    assert markdown.filled(page, labels.tables(result)) == page
+
+
+def test_a_labels_threshold_has_the_highest_f1_and_is_next_to_a_half() -> None:
+    y = np.array([[1, 0, 1], [1, 0, 0], [0, 0, 1], [0, 0, 0]])
+    p = np.array([[0.3, 0.2, 0.9], [0.4, 0.1, 0.1], [0.22, 0.3, 0.8], [0.1, 0.2, 0.2]])
+    assert labels.thresholds(y, p).tolist() == [0.3, 0.5, 0.5]
 
 
 def test_a_window_is_the_sum_of_recordings_of_its_digits() -> None:

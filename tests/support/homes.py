@@ -34,6 +34,9 @@ SENSORS = """
 [unlabelled]
 max_age_s = 60.0
 
+[alarm]
+command = ["sh", "ring.sh"]
+
 [privacy]
 secure_aggregation = true
 

@@ -10,23 +10,28 @@ import numpy as np
 import pytest
 
 import metafleet
+from cloud_server.devices import fleet_status
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
-from edge_agent.commands import device_commands
+from edge_agent.commands import device_commands, review
 from edge_agent.commands.run import figures_of
+from edge_agent.connection.alarm_command import hearing_alarms
 from edge_agent.http import metrics
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
+from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
+from edge_agent.sources.run_sources import Sources
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
-from fleet_core.board.device_settings import settings_of
+from fleet_core.board.device_settings import Personalize, settings_of
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
+from tests.support import waiting
 from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 
@@ -173,6 +178,65 @@ def test_http_answers_with_score_and_alarm(tmp_path: Path) -> None:
     assert "expected quiet or anomaly" in refused["error"]
 
 
+def test_samples_of_sources_and_questions_raise_the_alarm_that_a_command_hears(tmp_path: Path) -> None:
+    fleet = QUIET.trained(tmp_path)
+    place = home(fleet)
+    with (place / "device.toml").open("a") as file:
+        file.write('[alarm]\ncommand = ["sh", "-c", "cat >> heard"]\nevery_s = 0\n'
+                   '[[source]]\nkind = "folder"\npath = "incoming"\n')
+    (place / "incoming").mkdir()
+    np.save(place / "incoming" / "x.npy", np.concatenate([drawn(50, 2), drawn(51, 1, spikes=True)]))
+    settings, log = settings_of(place), list[str]()
+    service = service_of(place, settings)
+    sources = Sources(place, settings, service, log.append)
+    with hearing_alarms(place, settings, service, log.append), sources.on():
+        waiting.until(lambda: any("no alarm" in line for line in log))
+    assert not (place / "heard").exists(), "no model answers yet"
+    (place / "sources-folder.taken").unlink()
+    service.restore()
+    with hearing_alarms(place, settings, service, log.append):
+        with Sources(place, settings, service, log.append).on():
+            waiting.until(lambda: (place / "heard").exists() and (place / "heard").read_text().endswith("}"))
+        told = json.loads((place / "heard").read_text())
+        (place / "heard").unlink()
+        service.answers(drawn(52, 2, spikes=True))
+    again = json.loads((place / "heard").read_text())
+    assert told["sample"] in {one.id for one in Device(place).unlabelled()}
+    assert told["score"] > told["threshold"] == again["threshold"]
+    assert (told["alarms"], again["alarms"], again["sample"]) == (1, 2, None)
+    assert len(log) == len([line for line in log if "no alarm" in line or "has ended" in line]), log
+
+
+def test_stored_samples_are_reviewed_from_the_highest_score_on(
+    fleet: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = home(fleet, "b")
+    device = Device(place)
+    for x in np.concatenate([drawn(90, 2), drawn(91, 1, spikes=True), drawn(92, 2)]):
+        device.add(x)
+    listed = [one.plain for one in device.unlabelled()]
+    scores = [one["values"]["score"] for one in listed]
+    assert scores == sorted(scores, reverse=True)
+    assert [one["alarm"] for one in listed] == [score > one["threshold"] for one, score in zip(listed, scores,
+                                                                                               strict=True)]
+    typed = iter(["noise", "anomaly", "quiet", "", "", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    review.review(place, 20, None, None, new_class=False, as_json=False)
+    out = capsys.readouterr().out
+    assert "class: quiet, anomaly; Enter" in out
+    assert f"score {scores[0]:.6g}, threshold {listed[0]['threshold']:.6g}, ALARM" in out
+    assert "expected quiet or anomaly" in out
+    assert [one.id for one in device.unlabelled()] == [one["id"] for one in listed[2:]]
+    review.review(place, 20, listed[2]["id"], "anomaly", new_class=False, as_json=False)
+    service = service_of(place, settings_of(place))
+    service.restore()
+    answer = ServedModel("t", service).label(listed[3]["id"], "quiet", new=False)
+    assert answer["label"] == "quiet"
+    assert [row[3] for row in service.local().counts()] == [2, 2]
+
+
 def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +259,9 @@ def test_samples_are_added_as_quiet_or_as_anomalies_which_are_not_learned_from(
     assert local.local().added() == 4
     with pytest.raises(ConfigError, match="this fleet detects anomalies; expected quiet or anomaly"):
         device_commands.add(tmp_path / "x.npy", "N", home(fleet), new_class=False)
+    for wrong in ({"target": "1.5"}, {"labels": "N"}):
+        with pytest.raises(ConfigError, match="neither numbers to predict nor several labels"):
+            device_commands.add(tmp_path / "x.npy", None, home(fleet), new_class=False, **wrong)
     with pytest.raises(ConfigError, match="a number, and this fleet detects anomalies"):
         Device(home(fleet)).add(drawn(1, 1)[0], 1.5)
     Device(home(fleet)).add(drawn(1, 1)[0], "quiet")
@@ -252,6 +319,33 @@ def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: 
     service.restore()
     assert service.personalization == "sgd"
     assert service.answers(drawn(8, 2, spikes=True)).alarms == (True, True)
+
+
+def test_a_device_notices_that_its_inputs_have_moved_and_reports_it(tmp_path: Path) -> None:
+    fleet = QUIET.trained(tmp_path, method="fedavg-meta")
+    agent = fleet.agents["a"]
+    assert agent.service.personalization == "sgd"
+    agent.service.answers(drawn(30, 100))
+    assert agent.service.drift.moved_at == 0
+    agent.service.answers(drawn(31, 60, 3.0))
+    moved = agent.service.drift.moved_at
+    assert 100 < moved <= 160
+    assert fleet.pump(lambda: fleet_status.facts(fleet.fleet, fleet.server.ledger).get("moved") == ["a"])
+    with (home(fleet) / "device.toml").open("a") as file:
+        file.write("[serve]\nworse_by = 1.0\n")
+    again = service_of(home(fleet), settings_of(home(fleet)))
+    again.restore()
+    assert again.drift.moved_at == moved
+    relearn.personalize(again, Personalize(by="head"))
+    assert again.drift.moved_at == moved, "the samples are the same, and answers have moved away from them"
+    again.local().add(drawn(32, 60, 1.3), ["quiet"] * 60)
+    relearn.personalize(again, Personalize(by="head"))
+    assert again.drift.moved_at == 0
+    again.answers(drawn(33, 60, 9.0))
+    assert 0 < again.drift.moved_at <= 60
+    relearn.personalize(again, Personalize(by="none"))
+    again.answers(drawn(31, 60, 3.0))
+    assert again.drift.moved_at == 0, "a model that is not personalized has nothing to compare with"
 
 
 def test_the_bundle_holds_the_task(fleet: World) -> None:

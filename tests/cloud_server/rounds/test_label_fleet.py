@@ -14,7 +14,7 @@ from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
-from edge_agent.commands import device_commands
+from edge_agent.commands import device_commands, review
 from edge_agent.commands.review import likely
 from edge_agent.commands.run import figures_of
 from edge_agent.http import metrics
@@ -24,9 +24,12 @@ from edge_agent.http.serve import ServedModel
 from edge_agent.inference import relearn
 from edge_agent.inference.device_api import Device
 from edge_agent.inference.service import service_of
+from edge_agent.sources.run_sources import Maker, Running
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError, DataError, MessageError
 from fleet_core.board.device_settings import Personalize, settings_of
+from fleet_core.board.source_settings import CommandSource
+from fleet_core.data.live import Taken
 from fleet_core.data.samples import Samples, save
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
@@ -298,6 +301,57 @@ def test_http_answers_with_probabilities_and_takes_samples_with_labels(fleet: Wo
     status, refused = asked("/samples", x=later.x, labels=2 * np.ones((3, 3), np.uint8))
     assert status == 400
     assert "0 or 1 for each label" in refused["error"]
+
+
+def test_stored_samples_get_lists_of_labels_over_http_and_in_review(
+    fleet: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, new = home(fleet, "b"), drawn(61, 5)
+    device = Device(place)
+    ids = [device.add(x, time=float(k)) for k, x in enumerate(new.x)]
+    certain = [one.answer.certainty for one in device.unlabelled() if one.answer]
+    assert certain == sorted(certain)
+    service = service_of(place, settings_of(place))
+    service.restore()
+    protocol = InferenceProtocol(ServedModel("t", service))
+
+    def labelled(**body: Any) -> tuple[int, Any]:
+        response = protocol.answer(Request(Head("POST", "/v2/models/t/label", {}), json.dumps(body).encode()))
+        return response.status, json.loads(response.body)
+
+    for wrong in ({"label": "fast"}, {"labels": "fast"}, {"labels": [1]}):
+        status, refused = labelled(id=ids[0], **wrong)
+        assert status == 400
+        assert "'labels' is " in refused["error"]
+        assert "a list of some of slow, fast, high, or an empty one" in refused["error"]
+    status, refused = labelled(id=ids[0], labels=["quick"])
+    assert (status, "unknown label 'quick'" in refused["error"]) == (400, True)
+    status, found = labelled(id=ids[0], labels=["slow", "high"])
+    assert (status, found["labels"]) == (200, ["slow", "high"])
+    review.review(place, 20, ids[1], None, labels="fast, high", new_class=False, as_json=False)
+    assert f"{ids[1]} is fast, high;" in capsys.readouterr().out
+    review.review(place, 20, ids[2], None, labels="", new_class=False, as_json=False)
+    assert f"{ids[2]} is none of the labels;" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="belong together"):
+        review.review(place, 20, ids[3], "fast", labels="fast", new_class=False, as_json=False)
+    waiting = [one.id for one in device.unlabelled()]
+    typed = iter(["quick", "slow,fast", "-"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    review.review(place, 20, None, None, new_class=False, as_json=False)
+    out = capsys.readouterr().out
+    assert "labels: slow, fast, high, as slow,fast, or - for none; Enter leaves" in out
+    assert "unknown label 'quick'" in out
+    assert (len(waiting), device.unlabelled()) == (2, [])
+    np.testing.assert_array_equal(service.local().every().y[-5:],
+                                  [[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0], [0, 0, 0]])
+    sensor = CommandSource(kind="command", command=("true",), every_s=0.0)
+    source = Running(sensor, "s", service, place, settings_of(place), print, lambda now: None)
+    source.take(Maker(sensor, settings_of(place), service.layout.sample), [Taken(new.x[0], 9.0, "slow,high"),
+                                                                           Taken(new.x[1], 10.0, "")])
+    assert source.label("-") == "the last sample of s is -"
+    np.testing.assert_array_equal(service.local().every().y[-2:], [[1, 0, 1], [0, 0, 0]])
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ class Sums:
             raise DataError(f"no unlabelled sample '{name}'")
         return np.array([1, 2], np.float32)
 
-    def label(self, name: str, label: str | Sequence[float], *, new: bool) -> Mapping[str, Any]:
+    def label(self, name: str, label: str | Sequence[float] | Sequence[str], *, new: bool) -> Mapping[str, Any]:
         return {"id": name, "label": label, "new": new}
 
 

@@ -20,7 +20,7 @@ from edge_agent.http.inference_protocol import InferenceProtocol
 from edge_agent.http.serve import ServedModel
 from edge_agent.inference import drift, relearn
 from edge_agent.inference.service import Service
-from edge_agent.inference.worse_model_check import WorseModel
+from edge_agent.inference.worse_model_check import HeldBack, WorseModel, why_worse
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import terminal
 from fleet_core.base.errors import DataError, StateError
@@ -275,3 +275,11 @@ def test_missing_personal_weights_that_only_a_trainer_makes_are_reported_with_th
     with pytest.raises(StateError, match="weights of its own") as refused:
         service.answers(X)
     assert "needs torch" in str(refused.value.hint)
+
+
+def test_a_worse_model_is_refused_in_the_words_of_what_is_compared() -> None:
+    then, now = (HeldBack(20, {}, "false alarms", "0.00 %", loss, "mean difference") for loss in (0.5, 0.8))
+    assert why_worse(now, then, 0.1) == "mean difference 0.8 on 20 held-back samples, 0.5 before"
+    assert why_worse(now, then, 0.4) == ""
+    plain = [HeldBack(20, {}, "accuracy", text, loss) for text, loss in (("0.9", 0.1), ("0.5", 0.5))]
+    assert why_worse(plain[1], plain[0], 0.1) == "accuracy 0.5 on 20 held-back samples, 0.9 before"
