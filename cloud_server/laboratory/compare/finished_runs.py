@@ -37,8 +37,8 @@ class Point:
     """An evaluated round.
 
     scores: for ``devices`` (those that train), ``new SHARE`` and ``novel``: mean, worst, best and variance over the
-    devices, their number, pooled, macro_f1, nvar; of numbers also ``mae OUTPUT`` and ``r2 OUTPUT``. spent: measure ->
-    cost from the first round to the end of this one. Missing figures are left out.
+    devices, their number, pooled, macro_f1, calibration_error, nvar; of numbers also ``mae OUTPUT`` and ``r2 OUTPUT``.
+    spent: measure -> cost from the first round to the end of this one. Missing figures are left out.
     """
 
     round: int
@@ -144,6 +144,7 @@ class Evaluated:
     measures: Mapping[str, Mapping[str, float]] | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
     devices: Mapping[str, float] | None = None
+    calibration_error: float | None = field(default=None, metadata=SHARE)
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,8 @@ def _figures(evaluated: Evaluated) -> dict[str, float]:
     spread = evaluated.accuracy or evaluated.error
     if spread is None:
         return {}
-    every = {**schema.plain(spread), "macro_f1": evaluated.macro_f1}
+    every = {**schema.plain(spread), "macro_f1": evaluated.macro_f1,
+             "calibration_error": evaluated.calibration_error}
     every |= {f"{measure} {output}": value for measure, of in (evaluated.measures or {}).items()
               for output, value in of.items()}
     every["devices"] = None if evaluated.devices is None else float(len(evaluated.devices))
@@ -288,8 +290,8 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> FinishedRun:
     for row in run.rounds:
         spent.add(_amounts(row, paper))
         if row.accuracy is not None:
-            f1 = {} if row.macro_f1 is None else {"macro_f1": row.macro_f1}
-            points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **f1}}, spent.sums()))
+            more = schema.present({"macro_f1": row.macro_f1, "calibration_error": row.calibration_error})
+            points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **more}}, spent.sums()))
     return FinishedRun(path, "fleet", run.method, run.method, run.seed, run.devices, _setting(run.config),
                  _choices(run.config), (), tuple(points), _last(run, points), spent.sums(),
                  sum(row.seconds or 0.0 for row in (*run.rounds, run.folded) if row is not None))
@@ -300,7 +302,9 @@ def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:
     own = {**(points[-1].scores[DEVICES] if points else {}), **_spread(p for p in run.personalization if not p.new)}
     new = _spread(p for p in run.personalization if p.new)
     if new and run.new_devices:
-        new |= {"pooled": run.new_devices.accuracy, "macro_f1": run.new_devices.macro_f1}
+        more = run.new_devices.calibration_error
+        new |= {"pooled": run.new_devices.accuracy, "macro_f1": run.new_devices.macro_f1,
+                **({} if more is None else {"calibration_error": more})}
     return {name: scores for name, scores in ((DEVICES, own), ("new", new)) if scores}
 
 

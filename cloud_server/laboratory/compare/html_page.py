@@ -39,10 +39,11 @@ from cloud_server.laboratory.compare.tables import (
 
 SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean", "mean", share), ("worst", "worst device", share), ("best", "best device", share),
-    ("variance", "variance over devices", small), ("macro_f1", "macro-F1", share), ("nvar", "nVAR", small),
+    ("variance", "variance over devices", small), ("macro_f1", "macro-F1", share),
+    ("calibration_error", "calibration error", share), ("nvar", "nVAR", small),
 )
-OTHERS = SCORES[:3] + SCORES[4:5]
-LOWER = ("variance", "nvar")
+OTHERS = SCORES[:3] + SCORES[4:6]
+LOWER = ("variance", "calibration_error", "nvar")
 """Figures of which less is better; of errors all but R² are."""
 COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("rounds", "rounds", number_text), ("models", "models transmitted", number_text),
@@ -70,6 +71,8 @@ NOTES = (
     ("MAE in deviations", "In place of an accuracy, if models predict numbers: the mean absolute error of each number, "
      "divided by the deviation of its targets in training, averaged; less is better. MAE: in the number's own unit."),
     ("variance", "Variance of the accuracy over devices; 0 if all devices have the same."),
+    ("calibration error", "Expected calibration error (Guo et al. 2017) of all devices' answers together: how far the "
+     "probability of the answered class is, on average, from how often such answers are right; less is better."),
     ("nVAR", "Normalized variance of the representation (Lim et al. 2024, Table 4); less is better."),
     ("models transmitted", "Whole models, down and up, over all devices, as Metafleet sends them."),
     ("rounds of Per-FedAvg", "Models transmitted as the papers count them (Acar et al. 2021): per device, in units of "

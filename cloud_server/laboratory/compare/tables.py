@@ -96,7 +96,9 @@ def kind_head(kind: str) -> str:
 def columns(comparison: Comparison) -> list[tuple[str, str]]:
     """(key in ``Entry.final``, title) of a kind's figures on the terminal."""
     if comparison.measure == ACCURACY:
-        return [("mean", "accuracy"), ("worst", "worst device"), ("macro_f1", "macro-F1")]
+        known = any("calibration_error" in entry.final[DEVICES] for entry in comparison.entries)
+        return [("mean", "accuracy"), ("worst", "worst device"), ("macro_f1", "macro-F1"),
+                *([("calibration_error", "ECE")] if known else [])]
     return [("mean", MAE_IN_DEVIATIONS), ("worst", "worst device"), *of_outputs(comparison)[:MOST_OUTPUTS]]
 
 

@@ -267,6 +267,7 @@ def test_who_asks_on_the_device_is_told_how_far_its_probabilities_can_be_trusted
     homes.service_with_model(place, "pfldyn-proto")
     np.save(tmp_path / "x.npy", toy(5).x[:3])
     held_back = homes.restored(place).held_back()
+    assert held_back is not None
     error = held_back.figures["calibration_error"]
     said = f"on {held_back.samples} held-back samples: accuracy {held_back.text}, calibration error {error:.3f}"
     assert said in run("predict", tmp_path / "x.npy", "--home", place).err
