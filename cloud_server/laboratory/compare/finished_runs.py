@@ -21,6 +21,8 @@ from fleet_core.base.errors import ConfigError, DataError, StateError
 from fleet_core.base.processes import typed
 
 DEVICES, NOVEL = "devices", "novel"
+BY = " by "
+"""Between devices and the kind of model that they were evaluated under if not the served one: ``devices by server``."""
 EVALUATION_SETTING = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes",
                       "novel", "devices", "test_step")
 SETTING_SECTIONS = ("evaluation", "data", "partition", "model")
@@ -38,7 +40,8 @@ class Point:
 
     scores: for ``devices`` (those that train), ``new SHARE`` and ``novel``: mean, worst, best and variance over the
     devices, their number, pooled, macro_f1, calibration_error, nvar; of numbers also ``mae OUTPUT`` and ``r2 OUTPUT``.
-    spent: measure -> cost from the first round to the end of this one. Missing figures are left out.
+    Also under other kinds of models than the served one, as ``devices by KIND``. spent: measure -> cost from the first
+    round to the end of this one. Missing figures are left out.
     """
 
     round: int
@@ -160,8 +163,18 @@ class Energy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round(Evaluated):
-    """The figures of a simulation's round that are compared."""
+class EvaluatedModel(Evaluated):
+    """Figures of all kinds of devices under one model."""
+
+    nvar: float | None = field(default=None, metadata=AMOUNT)
+    new_devices: Mapping[str, Evaluated] | None = None
+    novel_classes: Evaluated | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round(EvaluatedModel):
+    """The figures of a simulation's round that are compared. models: under other kinds of models than the served one
+    (``evaluation.models``)."""
 
     round: int = field(metadata={"min": 1})
     participants: int = field(metadata=AMOUNT)
@@ -171,9 +184,7 @@ class Round(Evaluated):
     payload_bytes: UpDown | None = None
     flops: float | None = field(default=None, metadata=AMOUNT)
     energy_j: Energy | None = None
-    nvar: float | None = field(default=None, metadata=AMOUNT)
-    new_devices: Mapping[str, Evaluated] | None = None
-    novel_classes: Evaluated | None = None
+    models: Mapping[str, EvaluatedModel] | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +252,11 @@ class _Spending:
 
 
 def _scores(row: Round) -> dict[str, Scores]:
+    others = ((model, _of_model(one)) for model, one in (row.models or {}).items())
+    return _of_model(row) | {f"{kind}{BY}{model}": scores for model, of in others for kind, scores in of.items()}
+
+
+def _of_model(row: EvaluatedModel) -> dict[str, Scores]:
     found = {DEVICES: {**_figures(row), **({} if row.nvar is None else {"nvar": row.nvar})}}
     found |= {f"new {support}": _figures(evaluated) for support, evaluated in (row.new_devices or {}).items()}
     found |= {NOVEL: _figures(row.novel_classes)} if row.novel_classes else {}
