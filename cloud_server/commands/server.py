@@ -193,7 +193,7 @@ def rounds(
     from cloud_server.ledger.ledger_tables import RoundArrays, RoundCodec, RoundPrivacy, Update
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.reports import array_tables, codec_tables, privacy_tables
-    from cloud_server.results import folded as folded_rounds
+    from cloud_server.results import folded_rounds
 
     made = Fleet.load(fleet)
     with Ledger(made.ledger_path, create=False) as ledger:

@@ -21,10 +21,10 @@ from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
 from cloud_server.ledger.ledger_tables import STAGES, Evaluation, TaskEvaluation
-from cloud_server.results import device_costs, folded, round_choices
+from cloud_server.results import device_costs, folded_rounds, round_choices
 from cloud_server.results import verdict as verdicts
 from cloud_server.results.device_costs import DeviceCosts
-from cloud_server.results.folded import FoldedSums
+from cloud_server.results.folded_rounds import FoldedSums
 from cloud_server.results.round_choices import ChosenCodec, Privacy, TrainedArrays
 from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
@@ -246,7 +246,7 @@ def build(
         task_new_devices=_by_stage([s for s in predicted.values() if any(one.new for one in s.values())]),
         evaluated=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
-        costs=device_costs.of_ledger(ledger), folded=folded.of_ledger(ledger),
+        costs=device_costs.of_ledger(ledger), folded=folded_rounds.of_ledger(ledger),
     )  # fmt: skip
 
 

@@ -206,9 +206,9 @@ def review(given: Namespace) -> None:
 
 
 def sources(given: Namespace) -> None:
-    from edge_agent.sources import trying
+    from edge_agent.sources import try_sources
 
-    trying.command(given.home, given.seconds, given.as_json)
+    try_sources.command(given.home, given.seconds, given.as_json)
 
 
 def add(given: Namespace) -> None:

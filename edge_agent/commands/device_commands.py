@@ -58,7 +58,7 @@ def _source_facts(home: Path, settings: Settings) -> dict[str, Any]:
     """What each source has given since the agent's start; empty without sources."""
     if not settings.source:
         return {}
-    from edge_agent.sources.running import states
+    from edge_agent.sources.run_sources import states
 
     return {f"source {name}": {"state": one.state, "kept": one.kept, "labelled": one.labelled,
                                **({"last_error": one.last_error} if one.last_error else {})}

@@ -129,7 +129,7 @@ def sources_of(home: Path, settings: Settings | None) -> tuple[Complaint, ...]:
     """The sources that had failed when the agent last wrote about them."""
     if settings is None or not settings.source:
         return ()
-    from edge_agent.sources.running import states
+    from edge_agent.sources.run_sources import states
 
     return tuple(Complaint(f"source {name}", one.last_error, "edge-agent sources --try 5 opens it again")
                  for name, one in states(home).items() if one.state == "failed")

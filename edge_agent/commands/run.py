@@ -164,7 +164,7 @@ def _sources(home: Path, settings: Settings, service: Service, log: Callable[[st
         yield
         return
     from edge_agent.sources.buttons import Buttons
-    from edge_agent.sources.running import Sources
+    from edge_agent.sources.run_sources import Sources
 
     sources = Sources(home, settings, service, log)
     with sources.on(), Buttons(home, settings, sources.label, log).on():

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_agent.compute import update
+from edge_agent.compute import trained_update
 from edge_agent.compute.worker import Done, Job
 from edge_agent.device.local_samples import LocalData
 from edge_agent.device.manifest_method import hyper_of, method_of, wire
@@ -77,9 +77,9 @@ class TrainingJobs:
         before = order.home.state(key) or {}
         broadcast = Payload(weights, manifest.scalars).beside(order.per_device())
         result = self.round(order, broadcast, method_state(before))
-        update.keep(
+        trained_update.keep(
             order.home, order.boot, manifest, order.layout, result.update, result.pending, before,
-            samples=result.samples, metrics={update.LOSS: result.loss, **order.cut}, seed=order.seed,
+            samples=result.samples, metrics={trained_update.LOSS: result.loss, **order.cut}, seed=order.seed,
         )
         return {
             "loss": result.loss, "samples": result.samples, "steps": result.steps, "flops": result.flops,

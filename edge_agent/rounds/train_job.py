@@ -1,7 +1,8 @@
 """Jobs for the trainer: one round's training, which leaves the update on the disk.
 
 Only plain values pass between the two processes. The trainer reads weights and state from the device's folder and
-writes the update and the state after it there (``edge_agent.compute.update``); the agent never holds them in memory.
+writes the update and the state after it there (``edge_agent.compute.trained_update``); the agent never holds them
+in memory.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 ``interface`` is what a source is. ``text_lines`` reads lines of text, for ``command``, ``serial_port`` and ``topic``;
 ``folder`` takes files, ``microphone`` sound, ``camera`` images, ``iio`` sensors of the kernel. ``buttons`` label the
-last sample. ``running`` runs them all beside the agent and stores what they give, ``trying`` shows it.
+last sample. ``run_sources`` runs them all beside the agent and stores what they give, ``try_sources`` shows it.
 """

@@ -26,7 +26,7 @@ from fleet_core.backbone import backbone_file
 from fleet_core.base import schema, storage, trees
 from fleet_core.base.errors import BundleError, CodecError, ConfigError, FleetError, StateError
 from fleet_core.base.trees import Params
-from fleet_core.model import golden, graph_bundle, payloads
+from fleet_core.model import golden_arrays, graph_bundle, payloads
 from fleet_core.model.layout import MODEL_GROUPS
 from fleet_core.personalization.bundle_format import (
     BACKBONE,
@@ -136,7 +136,7 @@ def _files(made: Bundle) -> dict[str, bytes]:
         files[INT8] = made.int8
     if made.backbone:
         files[BACKBONE] = made.backbone
-    files[GOLDEN] = golden.pack(made.graph.golden)
+    files[GOLDEN] = golden_arrays.pack(made.graph.golden)
     known = {name: FileInfo(len(data), hashlib.sha256(data).hexdigest()) for name, data in sorted(files.items())}
     return {MANIFEST: _manifest_bytes(replace(made.manifest, files=known)), **files}
 
@@ -229,7 +229,8 @@ def _parse(
     arrays: dict[str, Any] = {
         f"graph/{kind}": np.frombuffer(files[name], np.uint8) for kind, name in GRAPHS.items() if name in files
     }
-    arrays |= {f"golden/{name}": array for name, array in golden.unpack(files[GOLDEN], f"{where}/{GOLDEN}").items()}
+    golden = golden_arrays.unpack(files[GOLDEN], f"{where}/{GOLDEN}")
+    arrays |= {f"golden/{name}": array for name, array in golden.items()}
     model, own = _weights(files[WEIGHTS], manifest)
     arrays |= {f"first/{key}": array for key, array in storage.flatten(own).items()}
     graph = graph_bundle.assemble(manifest.layout, manifest.graph, arrays)

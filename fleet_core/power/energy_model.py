@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from fleet_core.base.spread import Spread
+from fleet_core.base.error_bounds import Spread
 from fleet_core.board.profile import Power, Profile
 from fleet_core.power.meter import Interval
 from fleet_core.power.sensors.cpu import machine_cpu_s, own_cpu_s

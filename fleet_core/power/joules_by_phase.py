@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fleet_core.base.error_bounds import Spread
 from fleet_core.base.errors import PowerError
-from fleet_core.base.spread import Spread
 from fleet_core.power.meter import PHASES, WORKING, Figure, Meter
 from fleet_core.power.radio import RadioModel
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fleet_core.base.spread import Spread
+from fleet_core.base.error_bounds import Spread
 
 WORKING = ("train", "adapt", "serve", "radio", "other")
 PHASES = (*WORKING, "idle")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet_core.base.spread import Spread
+from fleet_core.base.error_bounds import Spread
 from fleet_core.board.profile import Profile
 from fleet_core.power.energy_model import STATED
 

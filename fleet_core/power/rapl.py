@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from fleet_core.base.error_bounds import Spread
 from fleet_core.base.errors import PowerError
-from fleet_core.base.spread import Spread
 from fleet_core.power.meter import Interval
 from fleet_core.power.sensors.interface import number_of, text_of
 from fleet_core.power.shared_counter import Share

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from fleet_core.base.spread import Spread
+from fleet_core.base.error_bounds import Spread
 from fleet_core.power.meter import Interval
 from fleet_core.power.sensors.interface import Reading, Sensor
 from fleet_core.power.shared_counter import Share

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fleet_core.base.spread import Spread
+from fleet_core.base.error_bounds import Spread
 from fleet_core.protocol import messages
 from fleet_core.protocol.messages import ID, MAX_MESSAGE_BYTES, ROUND, whole
 from fleet_core.protocol.round_messages import UpdateRef

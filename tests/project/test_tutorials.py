@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks.own_data import tutorial
 from benchmarks.own_data.commands import Commands
-from edge_agent.sources.running import states
+from edge_agent.sources.run_sources import states
 from tests.project.test_first_fleet import PROGRAMS, parsed
 from tests.support import sounds
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from edge_agent import Device
 from edge_agent.inference.service import Service
-from edge_agent.sources import running
+from edge_agent.sources import run_sources
 from edge_agent.sources.interface import Feed, Item
 from export.graph import export_graph
 from fleet_core.board.device_settings import settings_of
@@ -52,7 +52,7 @@ def read_all(feed: Feed, tries: int = 400) -> list[Item]:
 def made_of(place: Path, items: list[Item], spec: InputSpec = WINDOWS) -> list[Taken]:
     """The samples that the first source of device.toml makes of ``items``, and then ends."""
     settings = settings_of(place)
-    maker = running.Maker(settings.source[0], settings, spec)
+    maker = run_sources.Maker(settings.source[0], settings, spec)
     made = [*maker.made(items), *maker.made(None)]
     return [one for one in made if isinstance(one, Taken)]
 

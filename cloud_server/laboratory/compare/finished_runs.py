@@ -13,7 +13,7 @@ import numpy as np
 from cloud_server.figures.scores import AMOUNT, SHARE
 from cloud_server.results import outcome
 from cloud_server.results import result as results
-from cloud_server.results.folded import FoldedSums
+from cloud_server.results.folded_rounds import FoldedSums
 from cloud_server.results.result import Personalization, Result, RoundFigures
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import schema

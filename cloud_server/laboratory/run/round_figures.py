@@ -15,7 +15,7 @@ import numpy as np
 from cloud_server.figures.scores import f1_by_class
 from cloud_server.laboratory.run.device_work import TEST_STEP, DeviceEvaluation, TrainedDevice
 from fleet_core.algorithms.interface import Method
-from fleet_core.base.spread import Spread
+from fleet_core.base.error_bounds import Spread
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.radio import NO_RADIO, RadioModel
 from fleet_core.tasks import calibration

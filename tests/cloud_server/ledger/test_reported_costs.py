@@ -17,8 +17,8 @@ from cloud_server.ledger import folded_tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import VERSION, Device, Energy, Flops, Traffic, Usage
 from cloud_server.ledger.reported_costs import ReportedCosts
+from fleet_core.base.error_bounds import Spread
 from fleet_core.base.errors import MessageError
-from fleet_core.base.spread import Spread
 from fleet_core.protocol import device_messages, messages
 from fleet_core.protocol.device_messages import Report
 

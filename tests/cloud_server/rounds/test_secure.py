@@ -16,7 +16,7 @@ from cloud_server.commands import server as commands
 from cloud_server.ledger.ledger_tables import Round, Update
 from cloud_server.rounds.secure_round import SecureRounds
 from cloud_server.rounds.server_rule import RuleState
-from edge_agent.compute import update
+from edge_agent.compute import trained_update
 from edge_agent.device.state import DeviceState
 from edge_agent.rounds import reports
 from edge_agent.rounds.secure_update import SecureUpdates
@@ -138,7 +138,7 @@ def test_a_masked_round_leaves_what_the_same_updates_in_the_open_leave(
     device counts fully from 40 samples on, which two of them do not have."""
     own: dict[tuple[int, str], AlgorithmUpdate] = {}
     encode, closing = encode_update, RuleState.closing
-    keep, compared = update.keep, list[int]()
+    keep, compared = trained_update.keep, list[int]()
 
     def kept(home: Any, boot: str, manifest: Any, *arguments: Any, samples: int, **options: Any) -> None:
         def encoded(*given: Any, **named: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_masked_round_leaves_what_the_same_updates_in_the_open_leave(
             own[manifest.round, home.folder.name] = AlgorithmUpdate(home.folder.name, made.update, count)
             return made
 
-        monkeypatch.setattr(update, "encode_update", encoded)
+        monkeypatch.setattr(trained_update, "encode_update", encoded)
         keep(home, boot, manifest, *arguments, samples=samples, **options)
 
     def closed(self: RuleState, opened: Any, updates: Any, members: int) -> Any:
@@ -163,7 +163,7 @@ def test_a_masked_round_leaves_what_the_same_updates_in_the_open_leave(
         compared.append(opened.number)
         return found
 
-    monkeypatch.setattr(update, "keep", kept)
+    monkeypatch.setattr(trained_update, "keep", kept)
     monkeypatch.setattr(RuleState, "closing", closed)
     privacy = "secure_aggregation = true\nrange = 0.01\nmost_samples = 40"
     w = world(tmp_path, text(method, rounds=2, hyper=hyper, privacy=privacy))

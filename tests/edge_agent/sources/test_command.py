@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.sources import running
+from edge_agent.sources import run_sources
 from edge_agent.sources.command import CommandFeed
 from edge_agent.sources.interface import Item, Lost
 from fleet_core.base.errors import SourceError
@@ -36,7 +36,7 @@ def test_the_samples_of_what_it_prints_are_those_of_the_file(tmp_path: Path, str
     place, _ = sensors.home(tmp_path / "d", f'[[source]]\nkind = "command"\ncommand = ["cat", "r.csv"]\n{stride}')
     recording(place / "r.csv")
     settings = settings_of(place)
-    feed = running.open_feed(settings.source[0], "command", place, settings, sensors.WINDOWS)
+    feed = run_sources.open_feed(settings.source[0], "command", place, settings, sensors.WINDOWS)
     made = sensors.made_of(place, sensors.read_all(feed))
     feed.close()
     wanted = unlabelled.load(place / "r.csv", sensors.WINDOWS, stride=3 if stride else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.sources import running
+from edge_agent.sources import run_sources
 from edge_agent.sources.iio import IioFeed
 from edge_agent.sources.interface import Item, Lost
 from fleet_core.base.errors import SourceError
@@ -71,7 +71,7 @@ def test_the_samples_are_those_of_a_file_of_the_same_readings(tmp_path: Path) ->
     assert len(made) >= len(wanted) == 5
     assert sensors.bits(made[:5]) == wanted.tobytes()
     settings = settings_of(place)
-    running.open_feed(settings.source[0], "iio", place, settings, sensors.WINDOWS).close()
+    run_sources.open_feed(settings.source[0], "iio", place, settings, sensors.WINDOWS).close()
 
 
 def test_readings_are_a_period_apart_and_those_that_were_missed_are_said(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.sources import running
+from edge_agent.sources import run_sources
 from edge_agent.sources.interface import Feed, Item
 from fleet_core.base.errors import SourceError
 from fleet_core.board.device_settings import settings_of
@@ -27,7 +27,7 @@ def place_of(folder: Path, toml: str) -> Path:
 
 def opened(place: Path) -> Feed:
     settings = settings_of(place)
-    return running.open_feed(settings.source[0], "microphone", place, settings, HEARD)
+    return run_sources.open_feed(settings.source[0], "microphone", place, settings, HEARD)
 
 
 @pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (16_000, 2)])

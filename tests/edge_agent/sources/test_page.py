@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from edge_agent.sources import folder, interface, running, text_lines
+from edge_agent.sources import folder, interface, run_sources, text_lines
 from edge_agent.sources.interface import Lost
 from edge_agent.sources.text_lines import TextLines
 from fleet_core.base import config
@@ -54,5 +54,5 @@ def test_a_line_of_the_page_is_a_reading(lines: str) -> None:
 def test_the_figures_of_the_page_are_the_codes() -> None:
     assert f"over {text_lines.MAX_LINE_BYTES:,} bytes" in TEXT
     assert f"at most {folder.MAX_FILES:,}." in TEXT
-    assert (interface.MAX_BYTES_PER_S, running.MAX_SAMPLES_PER_S, running.LAST_S) == (2 << 20, 20, 300.0)
+    assert (interface.MAX_BYTES_PER_S, run_sources.MAX_SAMPLES_PER_S, run_sources.LAST_S) == (2 << 20, 20, 300.0)
     assert (Source.every_s, folder.SETTLED_S) == (0.5, 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.sources import running
+from edge_agent.sources import run_sources
 from edge_agent.sources.interface import Item
 from edge_agent.sources.serial_port import SerialFeed
 from fleet_core.base.errors import ConfigError, SourceError
@@ -30,7 +30,7 @@ def test_the_samples_of_what_comes_in_pieces_are_those_of_the_file(tmp_path: Pat
     board, port = os.openpty()
     place, _ = sensors.home(tmp_path / "d", f'[[source]]\nkind = "serial"\nport = "{os.ttyname(port)}"\n')
     settings = settings_of(place)
-    feed = running.open_feed(settings.source[0], "serial", place, settings, sensors.WINDOWS)
+    feed = run_sources.open_feed(settings.source[0], "serial", place, settings, sensors.WINDOWS)
     text = "".join(f"{a!r}\t{b!r}\r\n" for a, b in RECORDED.tolist())
     items: list[Item] = []
     sent = ("7.5\r\n" + text).encode()  # the first line is cut

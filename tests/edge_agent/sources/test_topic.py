@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_agent.sources import running, topic
+from edge_agent.sources import run_sources, topic
 from edge_agent.sources.interface import Item, Lost
 from fleet_core.base.errors import ConfigError
 from fleet_core.board.device_settings import settings_of
@@ -30,7 +30,7 @@ def test_the_samples_of_messages_are_those_of_the_file(tmp_path: Path) -> None:
     with private_broker(tmp_path / "broker") as broker:
         place, _ = sensors.home(tmp_path / "d", TOML.format(broker.url))
         settings = settings_of(place)
-        feed = running.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
+        feed = run_sources.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
         sender = MqttLink(broker.url, client_id="sender")
         sender.open()
         items: list[Item] = []
@@ -63,7 +63,7 @@ def test_the_samples_of_messages_are_those_of_the_file(tmp_path: Path) -> None:
 def test_a_broker_that_does_not_answer_is_said_and_tried_again(tmp_path: Path) -> None:
     place, _ = sensors.home(tmp_path / "d", TOML.format("mqtt://127.0.0.1:1"))
     settings, items = settings_of(place), list[Item]()
-    feed = running.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
+    feed = run_sources.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
     waiting.until(lambda: len(items) > 1, lambda: items.extend(feed.read(0.1) or []))
     feed.close()
     assert isinstance(items[0], Lost)
@@ -80,7 +80,7 @@ def test_settings_that_cannot_be_used_are_said(tmp_path: Path, toml: str, said: 
     place, _ = sensors.home(tmp_path / "d", toml)
     settings = settings_of(place)
     with pytest.raises(ConfigError, match=said):
-        running.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
+        run_sources.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
 
 
 def test_a_message_over_the_limit_ends_the_connection_before_it_is_held() -> None:

@@ -25,7 +25,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import storage
 from fleet_core.base.errors import BundleError, ConfigError
 from fleet_core.learning import models
-from fleet_core.model import golden
+from fleet_core.model import golden_arrays
 from fleet_core.personalization import bundle_format, device_bundle
 from fleet_core.personalization.bundle_format import Bundle
 from fleet_core.personalization.gradient_steps import steps_of
@@ -295,7 +295,7 @@ def fewer(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrong(files: Files) -> dict[str, tuple[Files, str]]:
-    golden_arrays = golden.unpack(files["golden.npz"], "")
+    arrays = golden_arrays.unpack(files["golden.npz"], "")
     return {
         "no manifest": (without(files, "manifest.json"), "has no manifest.json"),
         "a file too many": ({**files, "run.sh": b"#!"}, "holds run.sh"),
@@ -326,9 +326,9 @@ def wrong(files: Files) -> dict[str, tuple[Files, str]]:
         "no safetensors": (signed({**files, "weights.safetensors": b"12345678"}), "is not safetensors"),
         "an empty graph": (signed({**files, "embed.onnx": b""}), "files"),
         "no archive": (signed({**files, "golden.npz": b"PK"}), r"is not an \.npz"),
-        "compressed": (signed({**files, "golden.npz": zipped(**golden_arrays)}), "not compressed"),
+        "compressed": (signed({**files, "golden.npz": zipped(**arrays)}), "not compressed"),
         "of other samples": (
-            signed({**files, "golden.npz": golden.pack({**golden_arrays, "x": golden_arrays["x"][:, :2]})}), "golden x"
+            signed({**files, "golden.npz": golden_arrays.pack({**arrays, "x": arrays["x"][:, :2]})}), "golden x"
         ),
     }  # fmt: skip
 
@@ -381,12 +381,12 @@ def test_a_golden_file_takes_no_more_memory_than_it_has_bytes() -> None:
     at = data.rindex(b"PK\x01\x02")
     data[at + 20 : at + 28] = (1 << 31).to_bytes(4, "little") * 2  # the sizes of the entry in the directory
     with pytest.raises(BundleError):
-        golden.unpack(bytes(data), "golden")
+        golden_arrays.unpack(bytes(data), "golden")
     for dtype in (object, np.float64, "<U3", ">f4"):
         with pytest.raises(BundleError):
-            golden.unpack(zipped_plain(np.zeros(3, dtype)), "golden")
+            golden_arrays.unpack(zipped_plain(np.zeros(3, dtype)), "golden")
     with pytest.raises(BundleError):
-        golden.unpack(zipped_plain(np.asfortranarray(np.zeros((2, 3), np.float32))), "golden")
+        golden_arrays.unpack(zipped_plain(np.asfortranarray(np.zeros((2, 3), np.float32))), "golden")
 
 
 def zipped_plain(array: Any) -> bytes:
@@ -413,8 +413,8 @@ def test_changed_bytes_are_refused_or_harmless(tmp_path: Path, data: st.DataObje
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_changed_golden_bytes_are_refused_or_harmless(data: st.DataObject) -> None:
-    whole = bytearray(golden.pack({"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.arange(2)}))
+    whole = bytearray(golden_arrays.pack({"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.arange(2)}))
     for _ in range(data.draw(st.integers(1, 6))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(BundleError):
-        golden.unpack(bytes(whole), "golden")
+        golden_arrays.unpack(bytes(whole), "golden")

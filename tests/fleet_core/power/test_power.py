@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firmware_profiles
+from fleet_core.base.error_bounds import Spread
 from fleet_core.base.errors import ConfigError, PowerError
-from fleet_core.base.spread import Spread
 from fleet_core.board import probe
 from fleet_core.board import profile as profiles
 from fleet_core.board.profile import Compute, Power, Profile, Radio

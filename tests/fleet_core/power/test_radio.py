@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_core.base.spread import Spread
+from fleet_core.base.error_bounds import Spread
 from fleet_core.board.profile import Profile, Radio
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.joules_by_phase import NO_METER, JoulesByPhase

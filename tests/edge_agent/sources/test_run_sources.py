@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from edge_agent import Device
-from edge_agent.sources import running
+from edge_agent.sources import run_sources
 from edge_agent.sources.interface import Item, Lost
-from edge_agent.sources.running import Maker, Running, Sources
+from edge_agent.sources.run_sources import Maker, Running, Sources
 from fleet_core.base.errors import ConfigError, SourceError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.live import Readings, Taken
@@ -73,17 +73,18 @@ def test_samples_are_stored_beside_the_agent_and_listed(tmp_path: Path) -> None:
     with sources.on():
         waiting.until(lambda: sources.running[0].state.state == "ended")
     assert sensors.stored(place).shape == (5, 2, 8)
-    state = running.states(place)["command"]
+    state = run_sources.states(place)["command"]
     assert (state.state, state.readings, state.samples, state.kept, state.lost) == ("ended", 40, 5, 5, 0)
     assert said == ["source command has ended, 5 samples are stored"]
 
 
 def test_what_came_is_written_though_nothing_more_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "TOLD_S", 0.2)
+    monkeypatch.setattr(run_sources, "TOLD_S", 0.2)
     place, service = sensors.home(tmp_path / "d", TOML.replace('"cat", "r.csv"', '"sh", "-c", "cat r.csv; sleep 60"'))
     (place / "r.csv").write_text("ax,ay\n" + "1,2\n" * 40)
     with Sources(place, settings_of(place), service, lambda line: None).on():
-        waiting.until(lambda: (one := running.states(place).get("command")) and (one.state, one.kept) == ("runs", 5))
+        states = run_sources.states
+        waiting.until(lambda: (one := states(place).get("command")) and (one.state, one.kept) == ("runs", 5))
 
 
 def test_a_labelled_reading_makes_a_labelled_sample(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_source_that_gives_more_than_a_disk_should_write_has_to_wait(tmp_path:
 
 
 def test_a_source_that_fails_is_opened_again_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "FIRST_S", 0.01)
+    monkeypatch.setattr(run_sources, "FIRST_S", 0.01)
     place, service = sensors.home(tmp_path / "d", TOML)
     broken = [Script([rows(5)], SourceError("no sensor", where="x")) for _ in range(3)]
     strange, last, said = Script(ValueError("a bug")), Script([rows(3)], [rows(8)]), list[str]()

@@ -11,7 +11,7 @@ import pytest
 
 from edge_agent import Device
 from edge_agent.commands import cli
-from edge_agent.sources.running import Sources
+from edge_agent.sources.run_sources import Sources
 from fleet_core.board.device_settings import settings_of
 from tests.support import homes, sensors, waiting
 from tests.support.cli import Run, runner
@@ -67,8 +67,8 @@ def test_what_is_of_no_use_is_said(tmp_path: Path, run: Run, toml: str, said: st
 
 def test_a_rate_that_is_not_the_sensors_is_noted(tmp_path: Path, run: Run) -> None:
     toml = ('[[source]]\nkind = "command"\nrate_hz = 50\ncommand = ["sh", "-c", '
-            '"for k in 1 2 3 4; do echo $k,2; sleep 0.1; done; sleep 9"]\n')
-    found = run("sources", "--home", place_of(tmp_path / "d", toml), "--try", "1")
+            '"for k in 1 2 3 4; do echo $k,2; sleep 0.1; done"]\n')
+    found = run("sources", "--home", place_of(tmp_path / "d", toml), "--try", "60")
     assert "readings a second came; its rate_hz is 50" in found.out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from edge_agent.inference.service import service_of
 from edge_agent.sources.interface import Lost
-from edge_agent.sources.running import READ_S, Maker, one_line, open_feed, states
+from edge_agent.sources.run_sources import READ_S, Maker, one_line, open_feed, states
 from fleet_core.base import processes, schema, terminal
 from fleet_core.base.errors import FleetError
 from fleet_core.board.device_settings import Settings, settings_of
