@@ -164,20 +164,20 @@ class Fleet:
             return [_flat(schema.plain(one)) for one in ledger.devices()]
 
     def evaluations(self) -> list[Row]:
-        """Accuracy and macro-F1 of each device on its own test samples, by round and stage (before, fine_tuned,
-        after personalization); of a fleet that predicts numbers ``mae.OUTPUT`` and ``r2.OUTPUT``; of
+        """Accuracy, macro-F1 and calibration error of each device on its own test samples, by round and stage (before,
+        fine_tuned, after personalization); of a fleet that predicts numbers ``mae.OUTPUT`` and ``r2.OUTPUT``; of
         one with several labels ``micro_f1.all``, ``macro_f1.all``, ``exact_match.all`` and ``f1.LABEL``."""
         from cloud_server.ledger.ledger_tables import Evaluation, TaskEvaluation
-        from cloud_server.results.result import task_score
+        from cloud_server.results import result
 
         with self._ledger() as ledger:
             return [
                 {"round": one.round, "device": one.device, "stage": one.stage, "method": one.method, "new": one.new,
-                 **(_flat(score.measures) if (score := task_score([one])) else {})}
+                 **(_flat(score.measures) if (score := result.task_score([one])) else {})}
                 for one in ledger.each(TaskEvaluation)
             ] + [
-                {"round": one.round, "device": one.device, "stage": one.stage, "method": one.method, "new": one.new,
-                 "accuracy": one.accuracy, "macro_f1": one.macro_f1}
+                {"round": one.round, "device": one.device, "stage": one.stage, "new": one.new,
+                 **result.plain(result.score_of(one))}
                 for one in ledger.each(Evaluation)
             ]
 

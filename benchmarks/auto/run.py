@@ -32,7 +32,7 @@ from fleet_core.data.samples import stratified
 from fleet_core.personalization.mixture import MAX_SAMPLES, Way, folds, mixture_of
 from fleet_core.personalization.nearest import Prototypes
 from fleet_core.personalization.plain_baseline import counted
-from fleet_core.tasks.calibration import expected_calibration_error
+from fleet_core.tasks.calibration import expected_calibration_error, gaps
 
 HERE = Path(__file__).parent
 BUILD = Path("build/auto")
@@ -194,10 +194,10 @@ def pooled(rows: list[tuple[Array, Array, int]]) -> dict[str, float]:
     tables = [counted(y, answer.argmax(1), classes).tolist() for answer, y, classes in rows]
     accuracy = [confusion_accuracy(table) or 0.0 for table in tables]
     right = np.concatenate([answer.argmax(1) == y for answer, y, _ in rows])
-    error = expected_calibration_error(np.concatenate([answer.max(1) for answer, _, _ in rows]), right)
+    sure = np.concatenate([answer.max(1) for answer, _, _ in rows])
     f1 = [macro_f1(table, classes_present_only=True) or 0.0 for table in tables]
     return {"accuracy": float(np.mean(accuracy)), "macro_f1": float(np.mean(f1)), "worst": min(accuracy),
-            "calibration_error": error or 0.0}
+            "calibration_error": expected_calibration_error(gaps(sure, right), len(right)) or 0.0}
 
 
 def summary(runs: Mapping[str, list[Any]]) -> dict[str, Any]:

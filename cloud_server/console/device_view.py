@@ -8,7 +8,7 @@ from cloud_server.devices.devices import facts_of, known_device
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Energy, Evaluation, TaskEvaluation, Traffic, Update
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.results.result import task_score
+from cloud_server.results.result import score_of, task_score
 from fleet_core.base import schema
 from fleet_core.power.meter import WORKING
 
@@ -36,8 +36,8 @@ def _evaluations(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     confusion = None
     for row in ledger.each(Evaluation, device=name):
-        found.setdefault(row.round, {"round": row.round})[row.stage] = {
-            "accuracy": row.accuracy, "macro_f1": row.macro_f1, "method": row.method}
+        found.setdefault(row.round, {"round": row.round})[row.stage] = \
+            schema.present(schema.plain(score_of(row)))
         if row.stage == "after":
             confusion = row.confusion
     for one in ledger.each(TaskEvaluation, device=name):

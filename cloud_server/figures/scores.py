@@ -22,12 +22,13 @@ FIGURES = {one.key: one for one in (ACCURACY, *(figure for kind in KINDS.values(
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """A device's score over the classes that it has, or a pooled score over all classes. method: the method that gave
-    the answers.
+    the answers. calibration_error: the expected one, of all answers; None if it is not known of all.
     """
 
     accuracy: float = field(metadata=SHARE)
     macro_f1: float = field(metadata=SHARE)
     method: str | None = None
+    calibration_error: float | None = field(default=None, metadata=SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from cloud_server.ledger.ledger_tables import Device, Evaluation, Round, TaskEva
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.results import device_costs
 from cloud_server.results.device_costs import DeviceCosts
-from cloud_server.results.result import task_score
+from cloud_server.results.result import score_of, task_score
 from fleet_core import __version__
 from fleet_core.base.errors import LinkError
 
@@ -86,13 +86,15 @@ def _of_devices(enrolled: list[Device]) -> Iterator[Metric]:
 
 def _of_evaluations(ledger: Ledger) -> Iterator[Metric]:
     """Each device's last evaluation of each stage."""
-    newest = {(one.device, one.stage): one for one in ledger.each(Evaluation)}
+    newest = {(one.device, one.stage): score_of(one) for one in ledger.each(Evaluation)}
     for name, about, figure in (
         ("metafleet_device_accuracy_ratio", "Accuracy on the device's own test samples.", "accuracy"),
         ("metafleet_device_macro_f1_ratio", "Macro-F1 on the device's own test samples.", "macro_f1"),
+        ("metafleet_device_calibration_error_ratio", "Expected calibration error on its own test samples.",
+         "calibration_error"),
     ):
         yield _family(GaugeMetricFamily(name, about, labels=["device", "stage"]),
-                      ((key, getattr(one, figure)) for key, one in newest.items()))
+                      ((key, value) for key, one in newest.items() if (value := getattr(one, figure)) is not None))
     scores = {(one.device, one.stage): task_score([one]) for one in ledger.each(TaskEvaluation)}
     for name, about, measure in (
         ("metafleet_device_mean_absolute_error", "On the device's own test samples, in the output's unit.", "mae"),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from cloud_server.ledger import folded_tables
 
-VERSION = 12
+VERSION = 13
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -99,6 +99,7 @@ CREATE TABLE task_evaluations (
     task TEXT NOT NULL, outputs TEXT NOT NULL, samples INTEGER NOT NULL, sums TEXT NOT NULL, new INTEGER NOT NULL,
     PRIMARY KEY (round, device, stage));
 """,
+    13: "ALTER TABLE evaluations ADD COLUMN gaps TEXT NOT NULL DEFAULT '[]';",
 }
 """Version -> the statements that upgrade a ledger from the previous version."""
 
@@ -328,7 +329,8 @@ class Usage(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Row):
-    """Scores of a device's answers on its own test samples. stage: before | fine_tuned | after personalization."""
+    """Scores of a device's answers on its own test samples. stage: before | fine_tuned | after personalization. gaps:
+    as ``calibration.gaps``; empty if the device does not report them."""
 
     table = "evaluations"
     key = ("round", "device", "stage")
@@ -340,6 +342,7 @@ class Evaluation(Row):
     accuracy: float
     macro_f1: float
     new: bool = False
+    gaps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

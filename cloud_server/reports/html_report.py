@@ -52,7 +52,12 @@ ABOUT = {
     "score than a quiet sample of its device.",
 }
 """What the measures of a task are."""
+CALIBRATION_NOTE = (
+    "Calibration error: the mean difference between the probability of the answered class and how often such answers "
+    "are right (expected calibration error); 0 at best, too high where samples are few."
+)
 UNPRICED = Pricing()
+HEADS = "", "accuracy", "macro-F1", "calibration error"
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
@@ -148,10 +153,11 @@ def _verdict(run: Result) -> str:
         return ""
     found = run.verdict
     warnings = "".join(f'<p class="warning" role="alert">Warning: {escape(text)}</p>' for text in found.warnings)
-    rows = [(text, share_text(score.accuracy), share_text(score.macro_f1)) for text, score in compared(found)]
+    rows = [(text, *map(share_text, (score.accuracy, score.macro_f1, score.calibration_error)))
+            for text, score in compared(found)]
     on = f"{count_text(found.samples, 'held-back sample')} of {count_text(found.devices, 'device')}"
     note = f'<p class="note">After round {found.round}, on {on}, over the classes that occur.</p>'
-    return f"<h2>Is the fleet any good?</h2>{warnings}{note}{text_table(('', 'accuracy', 'macro-F1'), rows)}"
+    return f"<h2>Is the fleet any good?</h2>{warnings}{note}{text_table(HEADS, rows)}"
 
 
 def _devices(run: Result) -> str:
@@ -161,10 +167,11 @@ def _devices(run: Result) -> str:
         return "<h2>Devices</h2><p class='soft'>No device was evaluated in this run.</p>"
     stages = run.stages()
     names = [escape(stage_text(stage, method)) for stage, method in stages.items()]
-    headings = "".join(f'<th class="stage first" scope="colgroup" colspan="2">{name}</th>' for name in names)
+    headings = "".join(f'<th class="stage first" scope="colgroup" colspan="3">{name}</th>' for name in names)
     accuracy = '<th class="first" scope="col">acc<span class="wide">uracy</span></th>'
     f1 = '<th scope="col"><span class="wide">macro-</span>F1</th>'
-    measures = (accuracy + f1) * len(stages)
+    error = '<th scope="col">cal<span class="wide">ibration error</span></th>'
+    measures = (accuracy + f1 + error) * len(stages)
     rows = "".join(_device_row(_device_name(p), [(s, p.at(s)) for s in stages]) for p in run.personalization)
     sums = "".join(
         _device_row(name, [(s, evaluated.at(s)) for s in stages])
@@ -174,7 +181,8 @@ def _devices(run: Result) -> str:
     return (
         "<h2>What personalization brought</h2>"
         '<p class="note" id="how">Accuracy and macro-F1 of each device on its own test samples, over the classes that '
-        "it holds. Pooled: all test samples together, over all classes, a class that was missed counting 0.</p>"
+        "it holds. Pooled: all test samples together, over all classes, a class that was missed counting 0. "
+        f"{CALIBRATION_NOTE}</p>"
         '<div class="table"><table aria-describedby="how"><thead>'
         f'<tr><th rowspan="2" scope="col">device</th>{headings}</tr><tr>{measures}</tr></thead>'
         f"<tbody>{rows}</tbody>" + (f'<tbody class="pooled">{sums}</tbody>' if sums else "") + "</table></div>"
@@ -230,6 +238,7 @@ def _device_row(name: str, scores: Iterable[tuple[str, Score | None]]) -> str:
     return row(name, (
         f'<td class="first {stage}">{share_text(score.accuracy if score else None)}</td>'
         f'<td class="{stage}">{share_text(score.macro_f1 if score else None)}</td>'
+        f'<td class="{stage}">{share_text(score.calibration_error if score else None)}</td>'
         for stage, score in scores
     ))
 

@@ -248,12 +248,15 @@ def _devices_block(result: Result) -> str:
     pooled = (("all, pooled", result.evaluated), ("new, pooled", result.new_devices))
     sums = [(name, [evaluated.at(s) for s in stages]) for name, evaluated in pooled if evaluated]
     titles = [stage_text(stage, method) for stage, method in stages.items()]
-    first, widths = max(len(name) for name, _ in [*rows, *sums]), [max(len(title), 18) for title in titles]
-    measures = ["accuracy  macro-F1"] * len(titles)
+    known = [any(s.calibration_error is not None for p in result.personalization if (s := p.at(stage)))
+             for stage in stages]
+    measures = ["accuracy  macro-F1" + "    ECE" * one for one in known]
+    first = max(len(name) for name, _ in [*rows, *sums])
+    widths = [max(len(title), len(measure)) for title, measure in zip(titles, measures, strict=True)]
     head = [_cells("", titles, first, widths), _cells("device", measures, first, widths)]
     rule = "-" * len(head[0])
-    table = [_cells(plain_text(name), map(_score_text, scores), first, widths) for name, scores in rows]
-    foot = [_cells(name, map(_score_text, scores), first, widths) for name, scores in sums]
+    table = [_cells(plain_text(name), map(_score_text, scores, known), first, widths) for name, scores in rows]
+    foot = [_cells(name, map(_score_text, scores, known), first, widths) for name, scores in sums]
     return "\n".join([*head, rule, *table, *([rule, *foot] if foot else [])])
 
 
@@ -272,8 +275,10 @@ def _cells(name: str, cells: Iterable[str], first: int, widths: Sequence[int]) -
     return name.ljust(first) + "".join("   " + cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-def _score_text(score: Score | None) -> str:
-    return f"{share_text(score.accuracy if score else None):>8}  {share_text(score.macro_f1 if score else None):>8}"
+def _score_text(score: Score | None, calibrated: bool) -> str:
+    """calibrated: whether the calibration error has a column."""
+    text = f"{share_text(score.accuracy if score else None):>8}  {share_text(score.macro_f1 if score else None):>8}"
+    return text + f"  {share_text(score.calibration_error if score else None):>5}" * calibrated
 
 
 def _cost_block(result: Result) -> str:

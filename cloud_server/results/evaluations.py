@@ -25,7 +25,7 @@ def record(ledger: Ledger, device: str, report: Report, task: Task | None = None
         if accuracy is not None and score is not None:
             ledger.put(Evaluation(
                 round=report.evaluated_round, device=device, stage=one.stage, method=one.method,
-                confusion=one.confusion, accuracy=accuracy, macro_f1=score, new=report.new,
+                confusion=one.confusion, accuracy=accuracy, macro_f1=score, new=report.new, gaps=one.gaps,
             ))
     if (alone := report.alone) is not None:
         ledger.put(Alone(

@@ -103,6 +103,7 @@ def _figures(run: Result) -> Iterator[tuple[str, tuple[float | None, Callable[[f
         yield f"accuracy before personalization, {who}", (None if before is None else before.accuracy, share_text)
         yield f"accuracy, {who}", (None if pooled is None else pooled.accuracy, share_text)
         yield f"macro-F1, {who}", (None if pooled is None else pooled.macro_f1, share_text)
+        yield f"calibration error, {who}", (None if pooled is None else pooled.calibration_error, share_text)
     for measure, by_output in (run.task["after"].measures if run.task and "after" in run.task else {}).items():
         for output, value in by_output.items():
             of = "" if measure in OVERALL else f" of {output}"

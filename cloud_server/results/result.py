@@ -30,6 +30,7 @@ from cloud_server.results.verdict import Verdict
 from fleet_core.algorithms import plugins
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
+from fleet_core.tasks import calibration
 from fleet_core.tasks.task import KINDS
 
 FORMAT = 1
@@ -61,8 +62,8 @@ class Pooled(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """A closed round. accuracy, macro_f1 (pooled), or task (pooled): those of the devices that train, in evaluated
-    rounds.
+    """A closed round. accuracy, macro_f1 and calibration_error (pooled), or task (pooled): those of the devices that
+    train, in evaluated rounds.
 
     asked: number of devices in the cohort. participants: number of devices whose update was counted. skipped: number of
     participants whose update was too small to send; None if there are none. refused: number of refused updates.
@@ -78,6 +79,7 @@ class RoundFigures:
     asked: int | None = field(default=None, metadata=AMOUNT)
     accuracy: Spread | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
+    calibration_error: float | None = field(default=None, metadata=SHARE)
     task: TaskScore | None = None
     loss: float | None = None
     models_transmitted: float | None = field(default=None, metadata=AMOUNT)
@@ -182,7 +184,10 @@ def pooled(evaluations: Iterable[Evaluation]) -> Score | None:
     total_NN = np.sum([counts(j.confusion) for j in rows], axis=0)
     accuracy, f1 = confusion_accuracy(total_NN), macro_f1(total_NN, classes_present_only=False)
     method = rows[0].method if len({j.method for j in rows}) == 1 else None
-    return None if accuracy is None or f1 is None else Score(accuracy=accuracy, macro_f1=f1, method=method)
+    if accuracy is None or f1 is None:
+        return None
+    return Score(accuracy=accuracy, macro_f1=f1, method=method,
+                 calibration_error=calibration.pooled([j.gaps for j in rows], int(total_NN.sum())))
 
 
 def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFigures, ...]:
@@ -208,6 +213,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
             participants=updates[r.round]["counted"], refused=updates[r.round]["refused"],
             skipped=updates[r.round]["skipped"] or None, macro_f1=score.macro_f1 if score else None,
             accuracy=_spread([j.accuracy for j in evaluated.get(r.round, ())]), codecs=codecs.get(r.round),
+            calibration_error=score.calibration_error if score else None,
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
             arrays=arrays.get(r.round), privacy=private.get(r.round),
@@ -231,9 +237,7 @@ def build(
         format=FORMAT, method=method, seed=seed, config=config, environment=environment(),
         devices=sum(not d.new for d in devices), rounds=round_figures(ledger),
         personalization=tuple(
-            Personalization(device=name, new=any(j.new for j in stages.values()), before=_score(stages.get("before")),
-                            fine_tuned=_score(stages.get("fine_tuned")), after=_score(stages.get("after")))
-            for name, stages in sorted(latest.items())
+            _of_device(name, stages) for name, stages in sorted(latest.items())
         ) + tuple(
             Personalization(device=name, new=any(one.new for one in stages.values()), task=_by_stage([stages]))
             for name, stages in sorted(predicted.items())
@@ -326,7 +330,8 @@ def _pooled(latest: Mapping[str, Mapping[str, Evaluation]]) -> Pooled | None:
         for stage in ("before", "fine_tuned")
     )
     return Pooled(
-        accuracy=after.accuracy, macro_f1=after.macro_f1, method=after.method, before=before, fine_tuned=fine_tuned
+        accuracy=after.accuracy, macro_f1=after.macro_f1, method=after.method, before=before, fine_tuned=fine_tuned,
+        calibration_error=after.calibration_error,
     )
 
 
@@ -364,8 +369,16 @@ def _by_stage(devices: Iterable[Mapping[str, TaskEvaluation]]) -> dict[str, Task
     return {stage: score for stage, score in found.items() if score is not None} or None
 
 
-def _score(row: Evaluation | None) -> Score | None:
-    return None if row is None else Score(accuracy=row.accuracy, macro_f1=row.macro_f1, method=row.method)
+def _of_device(name: str, stages: Mapping[str, Evaluation]) -> Personalization:
+    scores = {stage: score_of(row) for stage, row in stages.items()}
+    return Personalization(device=name, new=any(row.new for row in stages.values()), before=scores.get("before"),
+                           fine_tuned=scores.get("fine_tuned"), after=scores.get("after"))
+
+
+def score_of(row: Evaluation) -> Score:
+    """A device's score."""
+    return Score(accuracy=row.accuracy, macro_f1=row.macro_f1, method=row.method,
+                 calibration_error=calibration.pooled([row.gaps], sum(map(sum, row.confusion))))
 
 
 def _spread(accuracies: Sequence[float]) -> Spread | None:

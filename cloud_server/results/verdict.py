@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from cloud_server.figures.formatting import count_text, share_text
 from cloud_server.figures.scores import AMOUNT, Score, f1_by_class
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Alone, Evaluation
+from fleet_core.tasks import calibration
 
 SIGMAS = 2.0
 CHANCE_MARGIN = 0.2
@@ -60,11 +61,13 @@ class Verdict:
 @dataclass(frozen=True, eq=False)
 class DeviceAnswers:
     """One device's answers to its test samples, as counts [N, N], row = true class. fleet: its present answers. alone:
-    of its plain baseline, or None. frequent: the most frequent class of its own labelled samples."""
+    of its plain baseline, or None. frequent: the most frequent class of its own labelled samples. gaps: of the present
+    answers, as ``calibration.gaps``; empty if they are not known."""
 
     fleet: Array
     frequent: int
     alone: Array | None = None
+    gaps: Sequence[float] = ()
 
 
 # The rule -------------------------------------------------------------------------------------------------------------
@@ -138,6 +141,7 @@ def verdict(devices: Sequence[DeviceAnswers], *, round: int = 0, loss: float | N
     for one, truth in zip(evaluated, truths_MN, strict=True):
         frequent_NN[:, one.frequent] += truth
     fleet, frequent = score(np.sum([one.fleet for one in evaluated], axis=0)), chance(frequent_NN, truths_MN)
+    fleet = replace(fleet, calibration_error=calibration.pooled([one.gaps for one in evaluated], int(truth_N.sum())))
     alone_counts = [one.alone for one in evaluated if one.alone is not None]
     alone = score(np.sum(alone_counts, axis=0)) if alone_counts else None
     on = f"on {truth_N.sum()} held-back samples of {count_text(len(evaluated), 'device')}"
@@ -200,7 +204,7 @@ def _answers(evaluated: Mapping[str, Evaluation], alone: Mapping[str, Alone]) ->
     for name, row in evaluated.items():
         baseline, fleet = alone[name], np.asarray(row.confusion, np.int64)
         counts = np.asarray(baseline.confusion, np.int64) if baseline.confusion else None
-        yield DeviceAnswers(fleet, baseline.frequent, counts)
+        yield DeviceAnswers(fleet, baseline.frequent, counts, row.gaps)
 
 
 class WarningLog:

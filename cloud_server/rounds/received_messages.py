@@ -13,6 +13,7 @@ from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report
 from fleet_core.protocol.round_messages import WHOLE, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.secure_messages import KEYS, REVEALED, SHARES
+from fleet_core.tasks import calibration
 from fleet_core.tasks.task import Task
 
 MAX_OFFER_BYTES = 1 << 26
@@ -123,6 +124,9 @@ class DeviceMessages:
         size = len(self._parts.layout.classes)
         if any(len(rows) != size for e in report.evaluations for rows in (e.confusion, *e.confusion)):
             raise MessageError("a confusion of another shape", where=device, expected=f"[{size}, {size}]")
+        if not all(calibration.possible(e.gaps, sum(map(sum, e.confusion))) for e in report.evaluations if e.gaps):
+            raise MessageError("gaps that these counts cannot have", where=device,
+                               expected=f"{calibration.BINS}, together at most the number of samples")
         if report.alone is not None:
             _check_alone(report.alone, device, size)
 

@@ -20,7 +20,7 @@ from edge_agent.inference.personalizers import EMBEDS
 from edge_agent.inference.service import Service, service_of
 from edge_agent.inference.worse_model_check import HeldBack
 from fleet_core.base import processes, schema, terminal
-from fleet_core.base.errors import CodecError, ConfigError, DataError, StateError
+from fleet_core.base.errors import CodecError, ConfigError, DataError, FleetError, StateError
 from fleet_core.board.device_settings import Personalize, Settings, settings_of
 from fleet_core.data import samples, unlabelled
 from fleet_core.protocol.device_messages import Answer
@@ -189,11 +189,20 @@ def predict(inputs: Path, home: Path, as_json: bool) -> None:
     ]
     terminal.table(rows, ("sample", "answer", "probabilities"))
     _say_model(answer)
+    _say_calibration(service)
 
 
 def _say_model(answer: Answer) -> None:
     processes.say(f"meta-model of round {answer.round}, personalization: {answer.personalization}, "
                 f"graph: {answer.graph}")
+
+
+def _say_calibration(service: Service) -> None:
+    """How far the probabilities can be trusted, if the device has held-back samples."""
+    with contextlib.suppress(FleetError):
+        found = service.held_back()
+        if found is not None and (error := found.figures.get("calibration_error")) is not None:
+            processes.say(f"on {found.samples} held-back samples: accuracy {found.text}, calibration error {error:.3f}")
 
 
 def _mark(answer: Answer, n: int) -> str:

@@ -18,8 +18,8 @@ from fleet_core.base.errors import FleetError, StateError
 from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
-from fleet_core.tasks.anomaly import COMPARED, Anomaly
-from fleet_core.tasks.calibration import expected_calibration_error
+from fleet_core.tasks import calibration
+from fleet_core.tasks.anomaly import DISTANCE, Anomaly
 from fleet_core.tasks.measured import Measured
 from fleet_core.tasks.task import KINDS
 
@@ -74,7 +74,7 @@ class Evaluator:
         self._stamp = ""
         self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[Predictor, Array | Measured] = WeakKeyDictionary()
-        self._calibration_errors: WeakKeyDictionary[Predictor, float] = WeakKeyDictionary()
+        self._gaps: WeakKeyDictionary[Predictor, Array] = WeakKeyDictionary()
         self._counting = threading.Lock()
         self._baseline: tuple[str, Alone | None] = "", None  # with the stamp of its samples
 
@@ -95,7 +95,7 @@ class Evaluator:
             if data.held_back_stamp() != self._stamp:
                 self._stamp = data.held_back_stamp()
                 self._counts.clear()
-                self._calibration_errors.clear()
+                self._gaps.clear()
                 self._outputs.clear()
             if predictor not in self._counts:
                 samples = data.held_back()
@@ -111,20 +111,21 @@ class Evaluator:
             return
         label, counts = answers[:, :n].argmax(1), np.zeros((n, n), np.int64)
         np.add.at(counts, (samples.y, label), 1)
-        error = expected_calibration_error(answers[:, :n].max(1), label == samples.y)
-        if error is not None:
-            self._calibration_errors[predictor] = error
+        self._gaps[predictor] = calibration.gaps(answers[:, :n].max(1), label == samples.y)
         self._counts[predictor] = counts
 
     def calibration_error(self, predictor: Predictor) -> float | None:
         """The expected calibration error on the held-back samples; None as long as these were not answered, and without
         classes."""
-        return self._calibration_errors.get(predictor)
+        counts, gaps = self._counts.get(predictor), self._gaps.get(predictor)
+        if gaps is None or not isinstance(counts, np.ndarray):
+            return None
+        return calibration.expected_calibration_error(gaps, int(counts.sum()))
 
     def evaluations(self, stages: Mapping[str, Predictor | None], method: str, data: LocalData) -> list[Evaluation]:
         """The evaluation of each stage that has a predictor; empty if nothing is held back."""
-        counts = {s: None if predictor is None else self.counts(predictor, data) for s, predictor in stages.items()}
-        return [_evaluation(stage, method, found) for stage, found in counts.items()
+        counts = [(stage, p, self.counts(p, data)) for stage, p in stages.items() if p is not None]
+        return [_evaluation(stage, method, found, self._gaps.get(predictor)) for stage, predictor, found in counts
                 if found is not None and not (isinstance(found, Measured) and not found.samples)]
 
     def held_back(self, predictor: Predictor, data: LocalData) -> HeldBack | None:
@@ -134,7 +135,7 @@ class Evaluator:
             return None
         if isinstance(counts, Measured) and data.task is not None:
             head = KINDS[data.task.kind].MEASURE
-            compared = COMPARED if isinstance(data.task, Anomaly) else ""
+            compared = DISTANCE if isinstance(data.task, Anomaly) else ""
             return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance, compared)
         if not isinstance(counts, np.ndarray):
             return None
@@ -180,10 +181,11 @@ def gives_probabilities(predictor: Predictor, graph: Graph) -> bool:
     return bool(np.isfinite(answers).all() and (predictor.task or np.allclose(answers.sum(1), 1, atol=1e-3)))
 
 
-def _evaluation(stage: str, method: str, found: Array | Measured) -> Evaluation:
+def _evaluation(stage: str, method: str, found: Array | Measured, gaps: Array | None) -> Evaluation:
     if isinstance(found, Measured):
         return Evaluation(stage, method, (), found.samples, found.sums)
-    return Evaluation(stage, method, _rows(found))
+    sent = () if gaps is None else tuple(map(float, gaps.round(calibration.DECIMALS)))
+    return Evaluation(stage, method, _rows(found), gaps=sent)
 
 
 def _baseline(data: LocalData) -> Alone | None:

@@ -96,7 +96,8 @@ class Evaluation:
     """Answers of a device's model on its test samples.
 
     stage: before personalization, fine_tuned, or after personalization. confusion: counts, row = truth, column =
-    answer; empty for a task. samples, sums: of a task, from which its measures follow (``Regression.sums``).
+    answer; empty for a task. gaps: of the bins of confidence (``calibration.gaps``); empty for a task, and from agents
+    that do not send them. samples, sums: of a task, from which its measures follow (``Regression.sums``).
     """
 
     stage: str = field(metadata={"choices": ("before", "fine_tuned", "after")})
@@ -104,6 +105,7 @@ class Evaluation:
     confusion: tuple[tuple[int, ...], ...] = field(metadata={"max_length": 1000, "min": 0, "max": 1 << 40})
     samples: int = field(default=0, metadata={**whole(1 << 40), "sparse": True})
     sums: Mapping[str, tuple[float, ...]] | None = field(default=None, metadata={"max_length": 1000, "sparse": True})
+    gaps: tuple[float, ...] = field(default=(), metadata={"max_length": 100, "min": -1e12, "max": 1e12, "sparse": True})
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ LABELS = QUIET, ANOMALY = "quiet", "anomaly"
 SCORE = "score"
 MEASURE = "false alarms"
 """The share of quiet samples that raise an alarm, which listings show."""
-COMPARED = "mean difference of quiet samples, in deviations,"
+DISTANCE = "mean difference of quiet samples, in deviations,"
 """By which two models of a device are compared (``Measured.distance``)."""
 NAMES = {"alarms": "alarms", "score": "score", "auroc": "AUROC"}
 """Of the measures, for people."""

@@ -9,6 +9,7 @@ Shapes: n samples, N classes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 BINS = 15
+DECIMALS, ROUNDING = 4, 1e-3
+"""Decimals of a gap in a message, and by how much the gaps of all bins may then be wrong together."""
 TEMPERATURES = tuple(float(t) for t in np.geomspace(0.1, 10, 25))
 PRIOR = 3.0
 """Nats by which ln(temperature) = ±1 must raise the likelihood of all samples together."""
@@ -23,16 +26,31 @@ SMALLEST = 1e-6
 """Probabilities below it count as this, so that one sample cannot decide a mean log-likelihood."""
 
 
-def expected_calibration_error(confidence_n: Array, right_n: Array) -> float | None:
-    """Mean over all answers of |share of right answers − mean confidence| in their bin; None without answers.
+def gaps(confidence_n: Array, right_n: Array) -> Array:
+    """For each bin, the number of right answers less the sum of their confidences, float64 [BINS]. Those of several
+    devices add up to those of all their answers.
 
-    confidence_n: the probability of each answered class. right_n: bool. It overrates small numbers of answers.
+    confidence_n: the probability of each answered class. right_n: bool.
     """
-    if not len(confidence_n):
-        return None
     bin_n = np.minimum((confidence_n * BINS).astype(np.int64), BINS - 1)
-    gap_B = np.bincount(bin_n, right_n.astype(np.float64) - confidence_n, BINS)
-    return float(np.abs(gap_B).sum() / len(confidence_n))
+    return np.bincount(bin_n, right_n.astype(np.float64) - confidence_n, BINS)
+
+
+def expected_calibration_error(gap_B: Array, answers: int) -> float | None:
+    """Mean over all answers of |share of right answers − mean confidence| in their bin; None without answers. It
+    overrates small numbers of answers. gap_B: as ``gaps``."""
+    return float(min(np.abs(gap_B).sum() / answers, 1.0)) if answers else None
+
+
+def pooled(gaps_of_each: Sequence[Sequence[float]], answers: int) -> float | None:
+    """The error of the answers of several devices together; None if one of them does not know its gaps."""
+    known = len(gaps_of_each) and all(map(len, gaps_of_each))
+    return expected_calibration_error(np.sum(gaps_of_each, axis=0), answers) if known else None
+
+
+def possible(gap_B: Sequence[float], answers: int) -> bool:
+    """Whether so many answers can have these gaps, up to rounding."""
+    return len(gap_B) == BINS and sum(map(abs, gap_B)) <= answers + ROUNDING
 
 
 def tempered(probabilities_nN: Array, temperature: float) -> Array:

@@ -88,12 +88,14 @@ function curves(found) {
 
 function details(found) {
   const said = found.capabilities;
-  const method = found.evaluations.at(-1)?.after?.method;
+  const after = found.evaluations.at(-1)?.after;
   const list = (value) => Array.isArray(value) ? value.join(", ") : value;
   const parts = [h("h2", {}, "What it is"), facts([
     ["board", said.board ?? ABSENT], ["agent", found.version], ["memory", said.ram ? `${said.ram} MiB` : null],
     ["trains", said.train === undefined ? null : said.train ? "yes" : "no"], ["engines", said.train ? list(said.engines) : null], ["codecs", list(said.codecs)],
-    ["personalization", method], ["joined", found.first_seen && date(found.first_seen)],
+    ["personalization", after?.method],
+    ["calibration error", after?.calibration_error === undefined ? null : share(after.calibration_error)],
+    ["joined", found.first_seen && date(found.first_seen)],
     ["revoked", found.revoked_at && date(found.revoked_at)],
     ["CPU time", found.usage.cpu_s === undefined ? null : seconds(found.usage.cpu_s)],
     ["peak memory", found.usage.peak_mib === undefined ? null : `${found.usage.peak_mib.toFixed(0)} MiB`],

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cloud_server.figures.formatting import bytes_text, flops_text, phase_text
 from cloud_server.figures.scores import ACCURACY, FIGURES
-from cloud_server.laboratory.compare.finished_runs import DEVICES, FinishedRun, Point
+from cloud_server.laboratory.compare.finished_runs import BY, DEVICES, FinishedRun, Point
+from cloud_server.laboratory.plan.experiment import LATEST, RUNNING, SERVER
 from fleet_core.base import schema
 from fleet_core.base.errors import ConfigError
 from fleet_core.tasks.measured import Figure
@@ -53,6 +54,8 @@ MEASURES = (
     Measure("flops", "arithmetic", "arithmetic", flops_text),
     Measure("joules", "energy", "energy", phase_text),
 )
+MODELS = {SERVER: "server's model", RUNNING: "running mean", LATEST: "mean of the latest"}
+"""The kinds of models under which methods are compared alike, and their titles."""
 AXES = tuple(measure for measure in MEASURES if measure.key != "fallah_rounds")
 
 
@@ -69,11 +72,13 @@ class Stat:
 
 @dataclass(frozen=True)
 class Step:
-    """A round that was evaluated for every seed. accuracy: mean over devices. spent: mean over seeds."""
+    """A round that was evaluated for every seed. accuracy: mean over devices. spent: mean over seeds. models: the
+    accuracy under other kinds of models than the served one."""
 
     round: int
     accuracy: Stat
     spent: Mapping[str, float]
+    models: Mapping[str, Stat] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -301,7 +306,9 @@ def _curve(group: Sequence[FinishedRun]) -> tuple[Step, ...]:
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
         points = [of[number] for of in by_round]
         spent = {key: statistics.fmean(p.spent[key] for p in points) for key in _common(p.spent for p in points)}
-        steps.append(Step(number, stat([p.scores[DEVICES]["mean"] for p in points]), spent))
+        under = {model: stat([p.scores[kind]["mean"] for p in points]) for kind in _common(p.scores for p in points)
+                 for devices, _, model in [kind.partition(BY)] if model and devices == DEVICES}
+        steps.append(Step(number, stat([p.scores[DEVICES]["mean"] for p in points]), spent, under))
     return tuple(steps)
 
 

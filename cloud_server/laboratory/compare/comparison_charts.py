@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cloud_server.figures import charts as svg_charts
 from cloud_server.figures.charts import MARKED_POINTS, Line, line_chart, ticks
-from cloud_server.laboratory.compare.comparison import AXES, Comparison, Entry, Measure, Step
+from cloud_server.laboratory.compare.comparison import AXES, MODELS, Comparison, Entry, Measure, Step
 from fleet_core.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,32 +46,47 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """The chart of one measure of cost. unit: with its prefix; the points are in this unit."""
+    """The chart of one measure of cost. unit: with its prefix; the points are in this unit. model: the kind of model
+    that devices are evaluated under; empty for the served one."""
 
     measure: Measure
     unit: str
     curves: tuple[Curve, ...]
+    model: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.measure.title + (f", under the {MODELS[self.model]}" if self.model else "")
 
     @property
     def axis(self) -> str:
-        return f"{self.measure.title}, {self.unit}" if self.unit else self.measure.title
+        return f"{self.title}, {self.unit}" if self.unit else self.title
 
 
 def charts(comparison: Comparison) -> list[Chart]:
-    """A chart for every measure that is known for a label with a curve."""
-    found, highest = list[Chart](), math.inf if comparison.figure.lower else 1.0
-    for measure in AXES:
-        taken = [
-            (number, entry, [step for step in entry.curve if measure.key in step.spent])
-            for number, entry in enumerate(comparison.entries)
-        ]
-        top = max((step.spent[measure.key] for _, _, steps in taken for step in steps), default=0.0)
-        if top > 0:
-            size, unit = _scale(measure.key, top)
-            curves = (_curve(number, entry, steps, measure.key, size, top, highest)
-                      for number, entry, steps in taken if steps)
-            found.append(Chart(measure, unit, tuple(curves)))
-    return found
+    """A chart for every measure that is known for a label with a curve, and one against the rounds for each kind of
+    model that devices were evaluated under."""
+    every = [*((measure, "") for measure in AXES), *((AXES[0], model) for model in MODELS)]
+    return [chart for measure, model in every if (chart := _chart(comparison, measure, model)) is not None]
+
+
+def _chart(comparison: Comparison, measure: Measure, model: str) -> Chart | None:
+    highest = math.inf if comparison.figure.lower else 1.0
+    taken = [
+        (number, entry, [_under(model, step) for step in entry.curve
+                         if measure.key in step.spent and (not model or model in step.models)])
+        for number, entry in enumerate(comparison.entries)
+    ]
+    top = max((step.spent[measure.key] for _, _, steps in taken for step in steps), default=0.0)
+    if top <= 0:
+        return None
+    size, unit = _scale(measure.key, top)
+    curves = (_curve(number, entry, steps, measure.key, size, top, highest) for number, entry, steps in taken if steps)
+    return Chart(measure, unit, tuple(curves), model)
+
+
+def _under(model: str, step: Step) -> Step:
+    return replace(step, accuracy=step.models[model]) if model else step
 
 
 def _scale(key: str, top: float) -> tuple[float, str]:
@@ -119,7 +134,7 @@ def svg(chart: Chart, what: str = "Accuracy") -> str:
     values = [y for curve in chart.curves for _, y in (*curve.points, *curve.low, *curve.high)]
     ends = "; ".join(f"{curve.label} {curve.points[-1][1]:.3f}" for curve in chart.curves)
     return line_chart(
-        f"curve-{chart.measure.key}", f"{what} against {chart.measure.title}", f"At the end: {ends}.", lines,
+        f"curve-{chart.measure.key}{chart.model}", f"{what} against {chart.title}", f"At the end: {ends}.", lines,
         bands=bands, y_ticks=ticks(max(0.0, min(values) - 0.02), max(values)), y_text="{:.2f}".format,
         x_label=chart.axis, x_text=None if chart.measure.key == "rounds" else "{:,g}".format, x_from=0.0,
     )

@@ -21,6 +21,8 @@ from fleet_core.base.errors import ConfigError, DataError, StateError
 from fleet_core.base.processes import typed
 
 DEVICES, NOVEL = "devices", "novel"
+BY = " by "
+"""Between devices and the kind of model that they were evaluated under if not the served one: ``devices by server``."""
 EVALUATION_SETTING = ("new_devices", "validation", "support", "support_split", "within_training", "novel_classes",
                       "novel", "devices", "test_step")
 SETTING_SECTIONS = ("evaluation", "data", "partition", "model")
@@ -35,8 +37,9 @@ class Point:
     """An evaluated round.
 
     scores: for ``devices`` (those that train), ``new SHARE`` and ``novel``: mean, worst, best and variance over the
-    devices, their number, pooled, macro_f1, nvar; of a task without classes also ``MEASURE OUTPUT``. spent: measure ->
-    cost from the first round to the end of this one. Missing figures are left out.
+    devices, their number, pooled, macro_f1, calibration_error, nvar; of a task without classes also ``MEASURE OUTPUT``.
+    Also under other kinds of models than the served one, as ``devices by KIND``. spent: measure -> cost from the first
+    round to the end of this one. Missing figures are left out.
     """
 
     round: int
@@ -147,6 +150,7 @@ class Evaluated:
     measures: Mapping[str, Mapping[str, float]] | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
     devices: Mapping[str, float] | None = None
+    calibration_error: float | None = field(default=None, metadata=SHARE)
 
     @property
     def known(self) -> list[str]:
@@ -167,8 +171,18 @@ class Energy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round(Evaluated):
-    """The figures of a simulation's round that are compared."""
+class EvaluatedModel(Evaluated):
+    """Figures of all kinds of devices under one model."""
+
+    nvar: float | None = field(default=None, metadata=AMOUNT)
+    new_devices: Mapping[str, Evaluated] | None = None
+    novel_classes: Evaluated | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round(EvaluatedModel):
+    """The figures of a simulation's round that are compared. models: under other kinds of models than the served one
+    (``evaluation.models``)."""
 
     round: int = field(metadata={"min": 1})
     participants: int = field(metadata=AMOUNT)
@@ -178,9 +192,7 @@ class Round(Evaluated):
     payload_bytes: UpDown | None = None
     flops: float | None = field(default=None, metadata=AMOUNT)
     energy_j: Energy | None = None
-    nvar: float | None = field(default=None, metadata=AMOUNT)
-    new_devices: Mapping[str, Evaluated] | None = None
-    novel_classes: Evaluated | None = None
+    models: Mapping[str, EvaluatedModel] | None = None
 
 
 @dataclass(frozen=True)
@@ -249,6 +261,13 @@ class _Spending:
 
 
 def _scores(row: Round, figure: str) -> dict[str, Scores]:
+    others = ((model, _of_model(one, figure)) for model, one in (row.models or {}).items())
+    return _of_model(row, figure) | {
+        f"{kind}{BY}{model}": scores for model, of in others for kind, scores in of.items()
+    }
+
+
+def _of_model(row: EvaluatedModel, figure: str) -> dict[str, Scores]:
     found = {DEVICES: {**_figures(row, figure), **({} if row.nvar is None else {"nvar": row.nvar})}}
     found |= {f"new {support}": _figures(one, figure) for support, one in (row.new_devices or {}).items()}
     found |= {NOVEL: _figures(row.novel_classes, figure)} if row.novel_classes else {}
@@ -260,7 +279,8 @@ def _figures(evaluated: Evaluated, figure: str) -> dict[str, float]:
     spread = getattr(evaluated, figure)
     if spread is None:
         return {}
-    every = {**schema.plain(spread), "macro_f1": evaluated.macro_f1}
+    every = {**schema.plain(spread), "macro_f1": evaluated.macro_f1,
+             "calibration_error": evaluated.calibration_error}
     every |= {f"{measure} {output}": value for measure, of in (evaluated.measures or {}).items()
               for output, value in of.items()}
     every["devices"] = None if evaluated.devices is None else float(len(evaluated.devices))
@@ -298,8 +318,8 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> FinishedRun:
     for row in run.rounds:
         spent.add(_amounts(row, paper))
         if row.accuracy is not None:
-            f1 = {} if row.macro_f1 is None else {"macro_f1": row.macro_f1}
-            points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **f1}}, spent.sums()))
+            more = schema.present({"macro_f1": row.macro_f1, "calibration_error": row.calibration_error})
+            points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **more}}, spent.sums()))
     return FinishedRun(path, "fleet", run.method, run.method, run.seed, run.devices, _setting(run.config),
                  _choices(run.config), (), tuple(points), _last(run, points), spent.sums(),
                  sum(row.seconds or 0.0 for row in (*run.rounds, run.folded) if row is not None))
@@ -310,7 +330,9 @@ def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:
     own = {**(points[-1].scores[DEVICES] if points else {}), **_spread(p for p in run.personalization if not p.new)}
     new = _spread(p for p in run.personalization if p.new)
     if new and run.new_devices:
-        new |= {"pooled": run.new_devices.accuracy, "macro_f1": run.new_devices.macro_f1}
+        more = run.new_devices.calibration_error
+        new |= {"pooled": run.new_devices.accuracy, "macro_f1": run.new_devices.macro_f1,
+                **({} if more is None else {"calibration_error": more})}
     return {name: scores for name, scores in ((DEVICES, own), ("new", new)) if scores}
 
 

@@ -37,13 +37,15 @@ from cloud_server.laboratory.compare.tables import (
     stat_text,
     target_head,
     text_of,
+    under_models,
 )
 
 SCORES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean", "mean", share), ("worst", "worst device", share), ("best", "best device", share),
-    ("variance", "variance over devices", small), ("macro_f1", "macro-F1", share), ("nvar", "nVAR", small),
+    ("variance", "variance over devices", small), ("macro_f1", "macro-F1", share),
+    ("calibration_error", "calibration error", share), ("nvar", "nVAR", small),
 )
-OTHERS = SCORES[:3] + SCORES[4:5]
+OTHERS = SCORES[:3] + SCORES[4:6]
 COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("rounds", "rounds", number_text), ("models", "models transmitted", number_text),
     ("fallah_rounds", "in rounds of Per-FedAvg", number_text), ("up_bytes", "payload up", bytes_text),
@@ -74,7 +76,12 @@ NOTES = (
      "sample of its device. Without labelled anomalies the difference in deviations: how badly a model repeats a quiet "
      "sample; less is better, and it does not say which anomalies are found."),
     ("variance", "Variance over devices of the accuracy, or of what is in its place; 0 if all devices have the same."),
+    ("calibration error", "Expected calibration error (Guo et al. 2017) of all devices' answers together: how far the "
+     "probability of the answered class is, on average, from how often such answers are right; less is better."),
     ("nVAR", "Normalized variance of the representation (Lim et al. 2024, Table 4); less is better."),
+    ("by the model that they get", "Mean accuracy, or error, at the end if all methods are judged by the same kind of "
+     "model: the server's; a running mean; the mean of every device's latest model (Acar et al.). Served: what a fleet "
+     "with this method gives its devices."),
     ("models transmitted", "Whole models, down and up, over all devices, as Metafleet sends them."),
     ("rounds of Per-FedAvg", "Models transmitted as the papers count them (Acar et al. 2021): per device, in units of "
      "one round of Per-FedAvg, which sends one model down and one up."),
@@ -89,7 +96,7 @@ NOTES = (
 
 def render(comparison: Comparison, *, title: str) -> str:
     """The page's HTML."""
-    sections = (_warnings, _cards, _curves, _scores, _others, _costs, _targets, _notes, _settings)
+    sections = (_warnings, _cards, _curves, _scores, _others, _models, _costs, _targets, _notes, _settings)
     body = [heading(title, brief(comparison)), *filter(None, (section(comparison) for section in sections))]
     return page(title, f"{STYLE}{LOOK}{comparison_charts.css(len(comparison.entries))}", "\n".join(body))
 
@@ -185,7 +192,7 @@ def _curves(comparison: Comparison) -> str:
         return ""
     everyone = {curve.number: curve for chart in charts for curve in chart.curves}
     figures = "".join(
-        f"<figure><figcaption>{comparison_charts.what(comparison)} against {escape(chart.measure.title)}</figcaption>"
+        f"<figure><figcaption>{comparison_charts.what(comparison)} against {escape(chart.title)}</figcaption>"
         f"{comparison_charts.svg(chart, comparison_charts.what(comparison))}</figure>"
         for chart in charts
     )
@@ -216,6 +223,19 @@ def _others(comparison: Comparison) -> str:
         title = kind_text(kind)
         parts.append(f"<h2>{escape(title[0].upper() + title[1:])}, at the end</h2>"
                      + _stats(comparison, shown, rows))
+    return "".join(parts)
+
+
+def _models(comparison: Comparison) -> str:
+    parts = []
+    for kind, shown in under_models(comparison):
+        rows = [
+            (place, [entry.final.get(key, {}).get("mean") for key, _ in shown])
+            for place, entry in enumerate(comparison.entries)
+        ]
+        title = kind_text(kind)
+        parts.append(f"<h2>{escape(title[0].upper() + title[1:])}, by the model that they get</h2>"
+                     + _stats(comparison, [(key, name, share) for key, name in shown], rows))
     return "".join(parts)
 
 

@@ -10,6 +10,7 @@ from cloud_server.figures.formatting import ABSENT, bytes_text, phase_text, plai
 from cloud_server.figures.scores import ACCURACY
 from cloud_server.laboratory.compare.comparison import (
     MEASURES,
+    MODELS,
     Bound,
     Comparison,
     Entry,
@@ -18,12 +19,12 @@ from cloud_server.laboratory.compare.comparison import (
     Stat,
     number_text,
 )
-from cloud_server.laboratory.compare.finished_runs import DEVICES, NOVEL
+from cloud_server.laboratory.compare.finished_runs import BY, DEVICES, NOVEL
 from fleet_core.tasks.task import KINDS, NAMES
 
 MOST_OUTPUTS = 4
 """Measures of single numbers in a line of the terminal."""
-LOWER = ("variance", "nvar")
+LOWER = ("variance", "calibration_error", "nvar")
 """Figures of which less is better, whatever the runs measure."""
 TIMES = "\u00d7"
 SIGNS = {"=": "", ">": ">", "<": "<"}
@@ -75,15 +76,28 @@ def gain_text(gain: Bound | None) -> str:
 
 
 def kinds(comparison: Comparison) -> list[str]:
-    """The kinds of evaluation other than that of the devices that train: new devices by support share, then novel
-    classes."""
-    found = {kind: None for entry in comparison.entries for kind in entry.final if kind != DEVICES}
+    """The kinds of evaluation other than that of the devices that train, under the served model: new devices by support
+    share, then novel classes."""
+    found = {kind: None for entry in comparison.entries for kind in entry.final if kind != DEVICES and BY not in kind}
     return sorted(found, key=lambda kind: (kind == NOVEL, kind))
+
+
+def under_models(comparison: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(kind of devices, its columns) where devices were evaluated under several kinds of models: (key in
+    ``Entry.final``, title of the kind of model) for the served one and the others."""
+    there = {kind for entry in comparison.entries for kind in entry.final}
+    found = []
+    for kind in (DEVICES, *kinds(comparison)):
+        others = [(f"{kind}{BY}{model}", title) for model, title in MODELS.items() if f"{kind}{BY}{model}" in there]
+        found += [(kind, [(kind, "served"), *others])] if others else []
+    return found
 
 
 def kind_text(kind: str) -> str:
     """``new 0.2`` → new devices, 20 % support."""
     name, _, support = kind.partition(" ")
+    if name == DEVICES:
+        return "devices that train"
     if name == NOVEL:
         return "novel classes"
     return f"new devices, {100 * float(support):g} % support" if support else "new devices"
@@ -98,9 +112,10 @@ def kind_head(kind: str) -> str:
 def columns(comparison: Comparison) -> list[tuple[str, str]]:
     """(key in ``Entry.final``, title) of a kind's figures on the terminal."""
     own = [("mean", comparison.figure.name), ("worst", "worst device")]
-    if comparison.figure == ACCURACY:
-        return [*own, ("macro_f1", "macro-F1")]
-    return [*own, *of_outputs(comparison)[:MOST_OUTPUTS]]
+    if comparison.figure != ACCURACY:
+        return [*own, *of_outputs(comparison)[:MOST_OUTPUTS]]
+    known = any("calibration_error" in entry.final[DEVICES] for entry in comparison.entries)
+    return [*own, ("macro_f1", "macro-F1"), *([("calibration_error", "ECE")] if known else [])]
 
 
 def of_outputs(comparison: Comparison) -> list[tuple[str, str]]:
@@ -129,7 +144,16 @@ def closing(comparison: Comparison) -> str:
     heads = ("", "seeds", *(title for _, title in shown), *map(kind_head, kinds(comparison)), "rounds", "models",
              "payload", "energy")
     head, *lines = aligned([heads, *(_line(entry, shown, kinds(comparison)) for entry in comparison.entries)])
-    return "\n".join([head, "-" * len(head), *lines, *_notes(comparison)]) + "\n"
+    return "\n".join([head, "-" * len(head), *lines, *_notes(comparison), *_models(comparison)]) + "\n"
+
+
+def _models(comparison: Comparison) -> Iterator[str]:
+    """What the devices reach under the same kind of model, a column for each."""
+    for kind, shown in under_models(comparison):
+        rows = [(plain_text(entry.label), *(stat_text(entry.final.get(key, {}).get("mean")) for key, _ in shown))
+                for entry in comparison.entries]
+        yield f"\n{comparison.figure.name} of {kind_text(kind)}, by the model that they get"
+        yield from aligned([("", *(title for _, title in shown)), *rows])
 
 
 def targets_text(comparison: Comparison) -> str:

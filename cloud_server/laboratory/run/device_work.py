@@ -37,6 +37,7 @@ from fleet_core.personalization.nearest import Neighbours, Prototypes, softmax
 from fleet_core.privacy import gaussian, masks
 from fleet_core.privacy.gaussian import Private
 from fleet_core.privacy.settings import LOCAL
+from fleet_core.tasks import calibration
 from fleet_core.tasks.measured import Measured
 from fleet_core.training.local_round import TrainResult
 from fleet_core.training.round_plans import Participant, capped
@@ -111,8 +112,8 @@ class DeviceEvaluation:
 
     confusion: int64 [K, K + 1], rows are true classes and columns answers, in the numbering of the whole set; the last
     column counts answers that name no class of the device. before: the same for the served model, or None if it cannot
-    answer unpersonalized. moments: None if no body is shared. measured, measured_before: in place of confusion and
-    before, of a model without classes.
+    answer unpersonalized. moments: None if no body is shared. gaps: as ``calibration.gaps``, of the answers in
+    confusion. measured, measured_before: in place of confusion and before, of a model without classes.
     """
 
     client: str
@@ -122,6 +123,7 @@ class DeviceEvaluation:
     before: Array | None = None
     moments: ClassMoments | None = None
     error: str = ""
+    gaps: Sequence[float] = ()
     measured: Measured | None = None
     measured_before: Measured | None = None
 
@@ -271,9 +273,10 @@ class Worker:
             state = self._clients.load(client, task.round) if kind == "train" else {}
             if self.workload.task is not None:
                 return self._of_task(task, client, own, query, state)
-            found = self._confusion(share, query.y, self._answers(task, own, query, state))
+            answers, sure = self._answers(task, own, query, state)
+            found, gaps = self._confusion(share, query.y, answers), calibration.gaps(sure, answers == query.y).tolist()
             moments = self._moments(task, share, query) if kind == "train" else None
-            return DeviceEvaluation(client, kind, support, found, self._before(task, share, query), moments)
+            return DeviceEvaluation(client, kind, support, found, self._before(task, share, query), moments, gaps=gaps)
         except FAILURES as error:
             return DeviceEvaluation(client, kind, support, error=str(error))
 
@@ -284,8 +287,10 @@ class Worker:
         at_test = self._experiment.evaluation.test_step or task.kind == TEST_STEP
         return (self.workload.to_learn(later) if at_test else own), later
 
-    def _answers(self, task: EvaluationTask, support: Part, query: Part, state: ClientState) -> Array:
-        """The device's answers to the query, classes int64 [N], by its own model."""
+    def _answers(
+        self, task: EvaluationTask, support: Part, query: Part, state: ClientState
+    ) -> tuple[Array, Array]:
+        """The device's answers to the query by its own model: classes int64 [N], and their probabilities [N]."""
         method, model = self._method, self._model
         params = self._adapted(task, support, state)
         if method.personalizer == "proto":
@@ -305,7 +310,7 @@ class Worker:
             z = local_training.embed(model, params, support.x)
             near = Neighbours.of(z, support.y, known, self._hyper.neighbours, self._hyper.mixture)
             return _chosen(near.probabilities(local_training.embed(model, params, query.x), softmax(head)))
-        return _chosen(head)
+        return _chosen(head)[0], _chosen(softmax(head))[1]
 
     def _adapted(self, task: EvaluationTask, support: Part, state: ClientState) -> Params:
         scalars = {"round": float(task.round), "seed": float(self._run.seed)}
@@ -338,7 +343,7 @@ class Worker:
         params = self._whole_model(task)
         if params is None:
             return None
-        return self._confusion(share, query.y, _chosen(local_training.predict_logits(self._model, params, query.x)))
+        return self._confusion(share, query.y, _chosen(local_training.predict_logits(self._model, params, query.x))[0])
 
     def _confusion(self, share: Share, y: Array, answers: Array) -> Array:
         classes = len(self.layout.classes) if share.labels is None else self._whole
@@ -360,8 +365,9 @@ class Worker:
         return ClassMoments(total, squares, np.bincount(y, minlength=self._whole))
 
 
-def _chosen(scores_nK: Array) -> Array:
-    return np.asarray(scores_nK.argmax(1))
+def _chosen(scores_nK: Array) -> tuple[Array, Array]:
+    """The index of the highest score of each row, and that score."""
+    return scores_nK.argmax(1), scores_nK.max(1)
 
 
 def _check_finite(update: Payload) -> None:

@@ -18,6 +18,7 @@ from fleet_core.algorithms.interface import Method
 from fleet_core.base.error_bounds import Spread
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.radio import NO_RADIO, RadioModel
+from fleet_core.tasks import calibration
 from fleet_core.tasks.task import KINDS, Task, together
 
 Array = np.ndarray[Any, Any]
@@ -94,9 +95,10 @@ def of_round(
 
 
 def evaluated(evaluations: Iterable[DeviceEvaluation], task: Task | None = None) -> dict[str, Any]:
-    """The figures of a round's evaluation: accuracy over devices and pooled, macro-F1, variance, nVAR; likewise with a
-    gradient step at test, for new devices by support share, and for novel classes. task: of a model without
-    classes, with the figures of the task and ``measures`` in place of accuracy and macro-F1."""
+    """The figures of a round's evaluation: accuracy over devices and pooled, macro-F1 and calibration error of all
+    answers together, variance, nVAR; likewise with a gradient step at test, for new devices by support share, and for
+    novel classes. task: of a model without classes, with the figures of the task and ``measures`` in place of accuracy,
+    macro-F1 and calibration error."""
     of: dict[tuple[str, float], list[DeviceEvaluation]] = {}
     for evaluated in evaluations:
         of.setdefault((evaluated.kind, evaluated.support), []).append(evaluated)
@@ -129,6 +131,8 @@ def _summary(evaluations: Sequence[DeviceEvaluation]) -> dict[str, Any]:
         "macro_f1": macro_f1(pooled),
         "devices": by_device,
     }
+    error = calibration.pooled([v.gaps for v in evaluations], int(pooled.sum()))
+    summary |= {} if error is None else {"calibration_error": error}
     if all(v.before is not None for v in evaluations):
         plain = [v.before for v in evaluations if v.before is not None]
         together = np.sum(plain, axis=0)

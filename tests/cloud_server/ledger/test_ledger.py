@@ -40,7 +40,7 @@ from fleet_core.base.errors import StateError
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE_S
 
-NO_FOLDING = "DROP TABLE task_evaluations;" + "".join(
+NO_FOLDING = "ALTER TABLE evaluations DROP COLUMN gaps; DROP TABLE task_evaluations;" + "".join(
     f"DROP TABLE {name};" for name in re.findall(r"CREATE TABLE (\w+)", folded_tables.SCHEMA))
 
 
@@ -268,7 +268,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_untouched(ledger: Ledger) ->
 
 
 def without_skipped(ledger: Ledger) -> None:
-    """Undoes versions 7 to 12."""
+    """Undoes versions 7 to 13."""
     ledger._db.executescript(NO_FOLDING)
     ledger._db.execute("DROP TABLE privacy")
     ledger._db.execute("DROP TABLE arrays")
@@ -276,7 +276,7 @@ def without_skipped(ledger: Ledger) -> None:
 
 
 def without_spread(ledger: Ledger) -> None:
-    """Undoes versions 6 to 12."""
+    """Undoes versions 6 to 13."""
     without_skipped(ledger)
     ledger._db.execute("DROP TABLE absent_energy")
     ledger._db.execute("DROP TABLE usage")
@@ -286,7 +286,7 @@ def without_spread(ledger: Ledger) -> None:
 
 
 def with_former_names(ledger: Ledger) -> None:
-    """Undoes what version 5 renamed, and versions 6 to 11."""
+    """Undoes what version 5 renamed, and versions 6 to 13."""
     without_spread(ledger)
     ledger._db.execute("ALTER TABLE evaluations RENAME TO judgements")
     ledger._db.execute("ALTER TABLE rounds RENAME COLUMN served_id TO judged_id")
@@ -318,6 +318,20 @@ def test_a_ledger_of_the_third_version_takes_what_devices_do_alone(ledger: Ledge
         row = Alone(round=1, device="a", frequent=1, method="nearest mean", confusion=((3, 1), (0, 2)))
         again.put(row, replace(row, frequent=0))
         assert again.rows(Alone) == [replace(row, frequent=0)]
+
+
+def test_evaluations_of_a_ledger_of_the_twelfth_version_have_no_gaps_and_later_ones_have(ledger: Ledger) -> None:
+    ledger.put(Evaluation(round=1, device="a", stage="after", method="fedavg", confusion=((1,),), accuracy=1.0,
+                          macro_f1=1.0))
+    before = ledger.rows(Evaluation)
+    ledger._db.execute("ALTER TABLE evaluations DROP COLUMN gaps")
+    ledger._db.execute("PRAGMA user_version = 12")
+    ledger.close()
+    with Ledger(ledger.path) as again:
+        assert again.rows(Evaluation) == before
+        assert {row.gaps for row in before} == {()}
+        again.put(replace(before[0], gaps=(0.5, -1.25)))
+        assert replace(before[0], gaps=(0.5, -1.25)) in again.rows(Evaluation)
 
 
 def test_no_update_of_a_ledger_of_the_sixth_version_was_skipped(ledger: Ledger) -> None:

@@ -147,6 +147,7 @@ def test_a_ledger_of_the_version_before_gets_the_table(tmp_path: Path) -> None:
             DROP TABLE usage; DROP TABLE codecs; DROP TABLE absent_energy; ALTER TABLE energy DROP COLUMN low;
             ALTER TABLE energy DROP COLUMN high; ALTER TABLE updates DROP COLUMN skipped; DROP TABLE arrays;
             DROP TABLE privacy; DROP TABLE task_evaluations;
+            ALTER TABLE evaluations DROP COLUMN gaps;
             PRAGMA user_version = 5;""")
     with Ledger(path) as opened:
         opened.put(Usage(round=1, device="d0", cpu_s=1.0))

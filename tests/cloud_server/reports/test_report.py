@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from cloud_server.figures import formatting
 from cloud_server.figures.charts import Line, legend, line_chart, ticks
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
-from cloud_server.ledger.ledger_tables import Device, Energy, Round, Traffic, Update
+from cloud_server.ledger.ledger_tables import Device, Energy, Evaluation, Round, Traffic, Update
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import LiveView, Snapshot, closing_table, round_line, snapshot
 from cloud_server.results import outcome, result
 from fleet_core.base.errors import DataError
+from fleet_core.tasks.calibration import BINS
 
 NAMES, NEW = ("106", "119", "124"), "118"
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -399,6 +401,18 @@ def test_the_closing_table_tells_devices_costs_and_files(ledger: Ledger) -> None
     assert re.search(r"bytes +payload +up 2\.94 MB +down 3\.15 MB\n +MQTT +up 2\.96 MB .*\n +wire +up 3\.13 MB", text)
     assert "energy   84.0 J (train 84.0 J)  measured: RAPL" in text
     assert text.endswith("report   out/report.html\nresult   out/result.json\n")
+
+
+def test_the_calibration_error_has_a_column_where_devices_report_it(ledger: Ledger) -> None:
+    fill(ledger)
+    for row in ledger.rows(Evaluation, stage="after"):
+        ledger.put(replace(row, gaps=(0.0,) * (BINS - 1) + (-0.25 * sum(map(sum, row.confusion)),)))
+    lines = closing_table(built(ledger)).splitlines()
+    assert lines[1].endswith("accuracy  macro-F1   accuracy  macro-F1    ECE")
+    assert re.fullmatch(r"118 \(new\)   ( +0\.450 +0\.310)( +0\.700 +0\.688)( +0\.950 +0\.950 +0\.250)", lines[4])
+    assert len({len(line) for line in lines[:10]}) == 1
+    _, seen = page(ledger)
+    assert re.search(r"118 new 0\.450 0\.310 \S+ 0\.700 0\.688 \S+ 0\.950 0\.950 0\.250", " ".join(seen.text.split()))
 
 
 def test_the_closing_table_of_a_partial_run_says_what_is_absent(ledger: Ledger) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cloud_server.ledger.ledger_tables import Device, Energy, Evaluation, Flops,
 from cloud_server.reports.terminal_view import RECENT_ROUNDS, LiveView, Snapshot, snapshot
 from cloud_server.results import result
 from fleet_core.base.errors import DataError
+from fleet_core.tasks.calibration import BINS
 
 GOOD, FAIR, POOR = ((8, 0), (0, 2)), ((8, 0), (1, 1)), ((8, 0), (2, 0))
 
@@ -139,6 +141,21 @@ def test_the_curve_is_of_the_devices_that_train_and_the_evaluated_are_all(ledger
     assert data["evaluated"]["accuracy"] == pytest.approx((10 + 9 + 8) / 30)
     assert data["evaluated"]["macro_f1"] == pytest.approx((2 * 24 / (24 + 27) + 2 * 3 / (6 + 3)) / 2)
     assert data["new_devices"]["accuracy"] == pytest.approx(0.8)
+
+
+def test_the_calibration_error_is_of_all_answers_together_and_absent_if_a_device_does_not_tell(ledger: Ledger) -> None:
+    """a is too sure in the bin in which b is as much too unsure: together they have no error."""
+    fill(ledger)
+    rows = {row.device: row for row in ledger.rows(Evaluation)}
+    empty = (0.0,) * (BINS - 1)
+    ledger.put(replace(rows["a"], gaps=(-1.5, *empty)), replace(rows["b"], gaps=(1.5, *empty)))
+    data = build(ledger)
+    assert [p.get("after", {}).get("calibration_error") for p in data["personalization"]] == [0.15, 0.15, None]
+    assert data["rounds"][1]["calibration_error"] == 0.0, "of those that train"
+    assert "calibration_error" not in data["evaluated"], "the new device does not tell"
+    ledger.put(replace(rows["n"], gaps=(*empty, -3.0)))
+    assert build(ledger)["evaluated"]["calibration_error"] == pytest.approx(0.1)
+    assert build(ledger)["new_devices"]["calibration_error"] == pytest.approx(0.3)
 
 
 def test_pooled_before_is_reported_only_of_the_same_devices(ledger: Ledger) -> None:

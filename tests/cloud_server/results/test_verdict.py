@@ -17,12 +17,14 @@ from cloud_server.ledger.ledger_tables import Alone, Device, Evaluation, Round
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table
 from cloud_server.results import result
+from cloud_server.results.result import score_of
 from cloud_server.results.verdict import DeviceAnswers, Verdict, WarningLog, lines, of_ledger, verdict
 from edge_agent.inference import worse_model_check
 from fleet_core.base.errors import MessageError
 from fleet_core.data.samples import Samples
 from fleet_core.protocol import device_messages, messages
 from fleet_core.protocol.device_messages import Report
+from fleet_core.tasks.calibration import BINS
 from tests.support import homes
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
 
@@ -277,3 +279,36 @@ def test_a_report_whose_counts_are_of_other_classes_is_refused(fleet: Callable[.
         with pytest.raises(MessageError):
             w.server._device_messages.on_report("d0", Report(round=2, evaluated_round=2, alone=alone))
     assert (w.server.ledger.rows(Alone), len(w.server.ledger.rows(Evaluation, stage="after"))) == (before, 2)
+
+
+def test_the_fleets_calibration_error_follows_from_what_its_devices_report(fleet: Callable[..., World]) -> None:
+    w = fleet(mixed_up=False)
+    rows = w.server.ledger.rows(Evaluation, stage="after")
+    found = of_ledger(w.server.ledger)
+    samples = sum(sum(map(sum, row.confusion)) for row in rows)
+    assert found is not None
+    together = np.sum([row.gaps for row in rows], axis=0)
+    assert found.fleet.calibration_error == pytest.approx(np.abs(together).sum() / samples)
+    assert 0 < np.abs(together).sum() < samples
+    for name, agent in w.agents.items():
+        (row,) = [one for one in rows if one.device == name]
+        held_back = agent.service.held_back()
+        assert held_back is not None
+        assert score_of(row).calibration_error == pytest.approx(held_back.figures["calibration_error"], abs=1e-4)
+
+
+def test_gaps_that_cannot_be_of_these_answers_are_refused(fleet: Callable[..., World]) -> None:
+    w = fleet(mixed_up=False)
+    before = w.server.ledger.rows(Evaluation, device="d0")
+    one = device_messages.Evaluation("after", "fedavg", ((1, 0, 0), (0, 1, 0), (0, 0, 1)))
+    most = (0.0,) * (BINS - 1)
+
+    def of(said: device_messages.Evaluation) -> Report:
+        return Report(round=2, evaluated_round=2, evaluations=(said,))
+
+    for gaps in ((3.1, *most), most, (*most, -2.0, 0.0)):
+        with pytest.raises(MessageError, match="gaps"):
+            w.server._device_messages.on_report("d0", of(replace(one, gaps=gaps)))
+    assert w.server.ledger.rows(Evaluation, device="d0") == before
+    w.server._device_messages.on_report("d0", of(replace(one, gaps=(*most, -3.0))))
+    assert w.server.ledger.rows(Evaluation, device="d0", stage="after")[-1].gaps == (*most, -3.0)

@@ -260,3 +260,18 @@ def test_json_is_the_only_thing_on_stdout(tmp_path: Path, run) -> None:
     np.save(tmp_path / "x.npy", toy(5).x[:3])
     done = run("predict", tmp_path / "x.npy", "--home", place, "--json")
     assert json.loads(done.out)["round"] == 1
+
+
+def test_who_asks_on_the_device_is_told_how_far_its_probabilities_can_be_trusted(tmp_path: Path, run) -> None:
+    place = homes.home(tmp_path / "d0", toy(1))
+    homes.service_with_model(place, "pfldyn-proto")
+    np.save(tmp_path / "x.npy", toy(5).x[:3])
+    held_back = homes.restored(place).held_back()
+    assert held_back is not None
+    error = held_back.figures["calibration_error"]
+    said = f"on {held_back.samples} held-back samples: accuracy {held_back.text}, calibration error {error:.3f}"
+    assert said in run("predict", tmp_path / "x.npy", "--home", place).err
+    (place / "samples.npz").write_bytes(b"damaged")
+    answered = run("predict", tmp_path / "x.npy", "--home", place)
+    assert "sample" in answered.out
+    assert "calibration" not in answered.err

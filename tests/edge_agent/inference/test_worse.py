@@ -25,7 +25,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base import terminal
 from fleet_core.base.errors import DataError, StateError
 from fleet_core.board.device_settings import Personalize
-from fleet_core.tasks.calibration import expected_calibration_error
+from fleet_core.tasks.calibration import expected_calibration_error, gaps
 from tests.support import homes
 from tests.support.inprocess import toy
 
@@ -130,7 +130,7 @@ def test_the_calibration_error_of_held_back_samples_is_in_the_metadata_and_then_
     assert model.calibration_error() is None, "the samples were not answered since the start"
     answers = service.predict(held_back.x)
     right = answers.argmax(1) == held_back.y
-    wanted = expected_calibration_error(answers.max(1), right)
+    wanted = expected_calibration_error(gaps(answers.max(1), right), len(right))
     response = InferenceProtocol(model).answer(Request(Head("GET", "/v2/models/t")))
     said = json.loads(response.body)["held_back"]
     assert (said["samples"], said["accuracy"]) == (36, pytest.approx(right.mean()))

@@ -18,6 +18,7 @@ from cloud_server.figures.scores import Score
 from cloud_server.laboratory.compare import comparison_charts, finished_runs, html_page, tables
 from cloud_server.laboratory.compare.comparison import Bound, Comparison, Entry, Stat, compare, to_json
 from cloud_server.laboratory.compare.finished_runs import DEVICES
+from cloud_server.laboratory.plan.experiment import KINDS, RUNNING, SERVER
 from cloud_server.ledger.ledger_sums import Bytes
 from cloud_server.results import result as results
 from fleet_core.base.errors import ConfigError, StateError
@@ -37,8 +38,9 @@ def evaluated(mean: float) -> dict[str, Any]:
 
 def ended(
     folder: Path, label: str, accuracies: Sequence[float | None], *, method: str = "fedavg", seed: int = 0,
-    models: tuple[float, float] = (1, 1), paper: float | None = None, new: bool = False, joules: float | None = None,
-    targets: Sequence[float] = (), costs: bool = True, seconds: float = 1.0, **experiment: Any,
+    models: tuple[float, float] = (1, 1), others: Sequence[str] = (), paper: float | None = None, new: bool = False,
+    joules: float | None = None, targets: Sequence[float] = (), costs: bool = True, seconds: float = 1.0,
+    **experiment: Any,
 ) -> Path:
     """The folder of a simulation with ten devices per round; a round without an accuracy was not evaluated."""
     rows = []
@@ -55,6 +57,9 @@ def ended(
         if accuracy is not None:
             row |= evaluated(accuracy)
             row |= {"new_devices": {"0.2": evaluated(max(0.0, accuracy - 0.3))}, "nvar": 0.5} if new else {}
+            under = {kind: {**evaluated(accuracy - 0.1 * n), "new_devices": {"0.2": evaluated(0.4 + 0.1 * n)}}
+                     for n, kind in enumerate(others)}
+            row |= {"models": under} if under else {}
         rows.append(row)
     asked = {"data": {"set": "heartbeat", "path": None}, "partition": {"kind": "natural"}, "model": {"name": "mlp"},
              "evaluation": {"targets": list(targets), "every": 1}, "codec_up": "none", **experiment}
@@ -107,6 +112,44 @@ def test_curves_are_over_the_rounds_that_every_seed_was_evaluated_in(tmp_path: P
     (entry,) = compared(tmp_path).entries
     assert [(step.round, step.accuracy.mean) for step in entry.curve] == [(2, pytest.approx(0.3)), (4, 0.5)]
     assert entry.curve[0].spent["up_bytes"] == 2 * UP
+
+
+@pytest.fixture
+def alike(tmp_path: Path) -> Comparison:
+    """Two methods under the same kinds of models; b does not have all of them."""
+    return compared(
+        *(ended(tmp_path / f"a{seed}", "a", [0.5, 0.7 + 0.1 * seed], seed=seed, others=KINDS) for seed in (0, 1)),
+        *(ended(tmp_path / f"b{seed}", "b", [0.4, 0.6], seed=seed, others=(SERVER,)) for seed in (0, 1)))
+
+
+def test_runs_are_compared_under_each_kind_of_model(alike: Comparison) -> None:
+    a, b = of(alike, "a"), of(alike, "b")
+    assert a.accuracy.mean == a.final["devices by server"]["mean"].mean == pytest.approx(0.75)
+    assert a.final["devices by latest-mean"]["mean"].mean == pytest.approx(0.55)
+    assert a.final["devices by latest-mean"]["macro_f1"].mean == pytest.approx(0.35)
+    assert a.final["new 0.2 by running-mean"]["mean"].mean == pytest.approx(0.5)
+    assert not {"devices by running-mean", "devices by latest-mean"} & set(b.final)
+    assert [step.models[RUNNING].mean for step in a.curve] == pytest.approx([0.4, 0.65])
+    assert [set(step.models) for step in b.curve] == [{SERVER}] * 2
+
+
+def test_each_kind_of_model_is_a_column_and_a_chart(alike: Comparison) -> None:
+    text = tables.closing(alike)
+    head, first, second = text[text.index("accuracy of devices that train, by"):].splitlines()[1:4]
+    assert re.split("  +", head.strip()) == ["served", "server's model", "running mean", "mean of the latest"]
+    assert re.split("  +", first) == ["a", "0.750 ± 0.071", "0.750 ± 0.071", "0.650 ± 0.071", "0.550 ± 0.071"]
+    assert re.split("  +", second)[1:] == ["0.600", "0.600", "—", "—"]
+    assert "new" not in text.splitlines()[0], "the first table is of the served model"
+    assert "accuracy of new devices, 20 % support, by" not in text, "they were not evaluated under the served model"
+    charts = [chart for chart in comparison_charts.charts(alike) if chart.model]
+    assert [(chart.axis, [curve.label for curve in chart.curves]) for chart in charts] == [
+        ("rounds, under the server's model", ["a", "b"]), ("rounds, under the running mean", ["a"]),
+        ("rounds, under the mean of the latest", ["a"])]
+    assert charts[1].curves[0].points[-1] == pytest.approx((2, 0.65))
+    seen = Page(html_page.render(alike, title="x"))
+    assert "Devices that train, by the model that they get" in seen.text
+    assert seen.text.count("under the running mean") >= 1
+    assert {row["table"] for row in csv.DictReader(io.StringIO(tables.csv_text(alike)))} >= {"devices by running-mean"}
 
 
 def test_labels_come_best_first(tmp_path: Path) -> None:

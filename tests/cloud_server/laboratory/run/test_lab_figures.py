@@ -23,6 +23,7 @@ from fleet_core.base import storage
 from fleet_core.data.partitions import Share, support_query
 from fleet_core.data.samples import Samples, save
 from fleet_core.power.radio import RadioModel
+from fleet_core.tasks import calibration
 from tests.support import lab
 
 pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
@@ -39,6 +40,18 @@ def data(tmp_path: Path) -> Path:
 
 
 # How models did, from counts ------------------------------------------------------------------------------------------
+
+
+def test_the_calibration_error_is_of_the_answers_of_all_devices_together() -> None:
+    rng, answers = np.random.default_rng(1), []
+    for _ in range(3):
+        sure, right = rng.uniform(0.3, 1, 40), rng.random(40) < 0.7
+        answers.append((sure, right, np.array([[right.sum(), 40 - right.sum(), 0], [0, 0, 0]])))
+    every = [DeviceEvaluation(str(n), "train", 0.0, confusion, gaps=calibration.gaps(sure, right).tolist())
+             for n, (sure, right, confusion) in enumerate(answers)]
+    gap_B = calibration.gaps(*(np.concatenate(column) for column in list(zip(*answers, strict=True))[:2]))
+    wanted = calibration.expected_calibration_error(gap_B, 120)
+    assert round_figures.evaluated(every)["calibration_error"] == pytest.approx(wanted)
 
 
 def plain_f1(pairs: list[tuple[int, int]]) -> float:
@@ -73,6 +86,7 @@ def test_accuracies_variance_and_f1_are_those_of_a_plain_loop() -> None:
         "pooled": sum(truth == answer for truth, answer in everything) / len(everything),
     })
     assert found["devices"] == pytest.approx(shares)
+    assert "calibration_error" not in found, "no device has told its gaps"
     assert found["macro_f1"] == pytest.approx(plain_f1(everything))
     assert found["not_evaluated"] == {"d9": "no class has two samples"}
 

@@ -17,6 +17,7 @@ from cloud_server.laboratory.plan.experiment import Experiment
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.run_folder import Clients, Store
 from cloud_server.ledger.ledger_tables import Evaluation, RoundArrays, RoundCodec, Traffic, Update
+from cloud_server.results.result import round_figures
 from edge_agent.device.state import DeviceState, read_state
 from fleet_core.base import config
 from fleet_core.base.errors import ConfigError, StateError
@@ -203,6 +204,8 @@ def compare_with_a_fleet(
     rows = store.rounds()
     evaluated = {row.device: row.accuracy for row in w.server.ledger.rows(Evaluation, round=rounds, stage="after")}
     assert rows[-1]["devices"] == pytest.approx(evaluated)
+    told = round_figures(w.server.ledger)[-1].calibration_error
+    assert rows[-1]["calibration_error"] == pytest.approx(told, abs=0.02), "up to one answer at the edge of a bin"
     arrays = {row.round: (list(row.frozen), row.reason, row.moves) for row in w.server.ledger.rows(RoundArrays)}
     assert {row["round"]: tuple(row["arrays"].values()) for row in rows if "arrays" in row} == arrays
     if codec == "auto" and method != "fedproto":
