@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.papers import page
-from benchmarks.papers.sensors import choose, table
+from benchmarks.papers import choose, page
+from benchmarks.papers.sensors import table
 from cloud_server.laboratory.advise.candidates import score
 from cloud_server.laboratory.advise.short_comparison import METHODS_TRIED
 from cloud_server.laboratory.compare import finished_runs
@@ -24,14 +24,15 @@ from fleet_core.base import schema
 from tests.support.lab import settings
 
 SETS = tuple(table.SETS)
+HERE = table.CHOSEN.parent
 
 
 def grid(name: str) -> Experiment:
-    return experiments.load(choose.HERE / "grid" / f"{name}.toml")
+    return experiments.load(HERE / "grid" / f"{name}.toml")
 
 
 def run(name: str) -> Experiment:
-    return experiments.load(choose.HERE / f"{name}.toml")
+    return experiments.load(HERE / f"{name}.toml")
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -76,10 +77,10 @@ def of_the_grid(name: str, result: float) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", SETS)
 def test_what_is_run_is_what_was_chosen_and_before_that_the_first_of_the_grid(name: str) -> None:
-    every = json.loads(choose.CHOSEN.read_text()) if choose.CHOSEN.exists() else {}
+    every = json.loads((HERE / choose.CHOSEN).read_text()) if (HERE / choose.CHOSEN).exists() else {}
     tried = of_the_grid(name, 0.0)
     found = every[name]["methods"] if name in every else tried
-    assert "".join(choose.settings(found)) == (choose.HERE / f"{name}.toml").read_text().partition(choose.LINE)[2]
+    assert "".join(choose.settings(found)) == (HERE / f"{name}.toml").read_text().partition(choose.LINE)[2]
     assert {method: [one["hyper"] for one in several] for method, several in found.items()} == {
         method: [one["hyper"] for one in several] for method, several in tried.items()
     }
@@ -176,10 +177,10 @@ def test_the_tables_have_the_best_first_and_mark_what_is_not_told_apart() -> Non
 def test_the_advice_tries_a_method_that_ties_with_the_best_or_the_page_says_what_is_missing(
     name: str,
 ) -> None:
-    path = choose.HERE / page.RESULT
+    path = HERE / page.RESULT
     order = table.ranked(json.loads(path.read_text()), name) if path.exists() else []
     if {label for label, _, _ in order} < set(PRODUCT):
-        assert "have not been made yet" in (choose.HERE / "README.md").read_text()
+        assert "have not been made yet" in (HERE / "README.md").read_text()
         return
     best = order[0][2]
     assert [label for label, _, one in order if label in METHODS_TRIED and not table.apart(best, one)]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from benchmarks.papers import page
-from benchmarks.papers.sensors import choose
+from benchmarks.papers import choose, page
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text
 from cloud_server.laboratory.advise.candidates import GAP_OF_ONE_SEED, LEAST_GAP
 from cloud_server.laboratory.compare import comparison
@@ -25,6 +24,7 @@ from fleet_core.algorithms.methods.registry import METHODS
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
+CHOSEN = Path(__file__).parent / choose.CHOSEN
 SETS = {"heartbeat": "Heart beats", "har": "Human activity"}
 TARGETS = {"heartbeat": 0.7, "har": 0.9}
 """The macro-F1 that costs are given for."""
@@ -142,7 +142,7 @@ def _both(result: Result) -> Iterator[list[str]]:
 
 def _edges() -> Iterator[list[str]]:
     """Methods that may still be better: several rates were tried, and the largest was chosen."""
-    chosen = json.loads(choose.CHOSEN.read_text()) if choose.CHOSEN.exists() else {}
+    chosen = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
     for name, title in SETS.items():
         found = []
         for method, several in chosen.get(name, {"methods": {}})["methods"].items():

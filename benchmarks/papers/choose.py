@@ -1,13 +1,14 @@
 """Chooses every method's hyper-parameters from a small grid; the page's test samples are not used.
 
-    METAFLEET_DATA=CACHE python -m benchmarks.papers.sensors.choose [--only heartbeat|har] [--methods NAME …]
-        [--minutes M] [--out build/papers/sensors-grid] [--jobs N]
+    METAFLEET_DATA=CACHE python -m benchmarks.papers.choose PAPER [--only NAME …] [--methods NAME …]
+        [--minutes M] [--out build/papers] [--jobs N]
 
-``grid/SET.toml`` are experiments with ``evaluation.within_training``: the training samples are split once more, in
-time, and some of the training devices take the place of new ones. The measure is that of ``metafleet advise``: macro-F1
-of the devices that train and of the new ones, each device weighing the same; of equal candidates the first. The same
-command resumes. When a set's grid is done, ``chosen.json`` has all its candidates, and SET.toml the chosen settings
-below its line. With ``--methods`` only the candidates of these methods are tried, and those of others stay.
+``PAPER/grid/NAME.toml`` are experiments with ``evaluation.within_training``: the training samples are split once more,
+and some of the training devices take the place of new ones, if there are any. The measure is that of ``metafleet
+advise``: macro-F1 of the devices that train and of the new ones, each device weighing the same; of equal candidates the
+first. The same command resumes. When a grid is done, ``PAPER/chosen.json`` has all its candidates, and
+``PAPER/NAME.toml`` the chosen settings below its line. With ``--methods`` only the candidates of these methods are
+tried, and those of others stay.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from fleet_core.base.errors import FleetError
 from fleet_core.base.storage import write_atomic, write_json
 
 HERE = Path(__file__).parent
-OUT = Path("build/papers/sensors-grid")
-CHOSEN = HERE / "chosen.json"
-LINE = "# ---- chosen: python -m benchmarks.papers.sensors.choose\n"
+OUT = Path("build/papers")
+CHOSEN = "chosen.json"
+LINE = "# ---- chosen: python -m benchmarks.papers.choose\n"
 DIGITS = 4
 
 Candidate = dict[str, Any]
@@ -78,26 +79,28 @@ def written(path: Path, found: Mapping[str, Sequence[Candidate]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sets = sorted(path.stem for path in (HERE / "grid").glob("*.toml"))
-    parser.add_argument("--only", choices=sets, nargs="+", default=sets)
+    parser.add_argument("paper", choices=sorted(path.parent.name for path in HERE.glob("*/grid")))
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--methods", choices=list(METHODS), nargs="+", default=list(METHODS))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--jobs", type=int, default=0)
     options = parser.parse_args()
-    ends = time.monotonic() + 60 * options.minutes
+    ends, folder = time.monotonic() + 60 * options.minutes, HERE / options.paper
+    kept = folder / CHOSEN
     try:
-        for name in options.only:
-            asked = experiments.load(HERE / "grid" / f"{name}.toml")
+        for name in options.only or sorted(path.stem for path in (folder / "grid").glob("*.toml")):
+            asked = experiments.load(folder / "grid" / f"{name}.toml")
             asked = replace(asked, method=tuple(one for one in asked.method if one.name in options.methods))
-            folders = simulate(asked, options.out / name, Options(jobs=options.jobs, device="cpu"), on_round=told(name),
+            out = options.out / f"{options.paper}-grid" / name
+            folders = simulate(asked, out, Options(jobs=options.jobs, device="cpu"), on_round=told(name),
                                say=lambda line: print(line, file=sys.stderr),
                                stopped=lambda: time.monotonic() > ends)
-            every = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+            every = json.loads(kept.read_text()) if kept.exists() else {}
             found = {**every.get(name, {}).get("methods", {}), **candidates(folders)}
-            write_json(CHOSEN, {**every, name: {"rounds": asked.budget.rounds, "seeds": list(asked.seeds),
+            write_json(kept, {**every, name: {"rounds": asked.budget.rounds, "seeds": list(asked.seeds),
                                                 "methods": found}})
-            written(HERE / f"{name}.toml", found)
+            written(folder / f"{name}.toml", found)
     except Stopped:
         print("the time is up; the same command resumes", file=sys.stderr)
         sys.exit(1)
