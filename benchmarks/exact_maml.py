@@ -1,6 +1,6 @@
 """Ways to compute the exact gradient of MAML in one inner step, and clients computed together.
 
-    python -m benchmarks.exact_maml --out benchmarks/exact_maml.json
+    python -m benchmarks.exact_maml [--repeat 15] --out benchmarks/exact_maml.json
 
 CPU seconds of one thread for each client and step, the ways in turn, as multiples of a plain gradient of the same
 batch; and how far each gradient is from the one in double precision, relative to its norm. The product's way

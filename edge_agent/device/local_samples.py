@@ -24,7 +24,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.model.layout import Layout
 from fleet_core.tasks.anomaly import LABELS, Anomaly
 from fleet_core.tasks.labels import MultiLabel
-from fleet_core.tasks.task import Task
+from fleet_core.tasks.task import Task, reading_of
 
 if TYPE_CHECKING:
     from fleet_core.backbone.features import Features
@@ -277,6 +277,6 @@ class LocalData:
         """(samples to learn from, held-back samples)."""
         everything = samples.load(
             self.path, dtype=self.dtype, shape=self.shape, stride=self.stride, fit=self.fit, sound_hz=self.sound_hz,
-            **({"classes": self.classes or None} if self.task is None else self.task.reading),
+            **reading_of(self.task, self.classes),
         )
         return time_split.learned(everything, self.train_fraction, self.support_seconds)

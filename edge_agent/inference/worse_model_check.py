@@ -19,7 +19,7 @@ from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
 from fleet_core.tasks import calibration
-from fleet_core.tasks.anomaly import DISTANCE, Anomaly
+from fleet_core.tasks.anomaly import COMPARED, Anomaly
 from fleet_core.tasks.measured import Measured
 from fleet_core.tasks.task import KINDS
 
@@ -135,7 +135,7 @@ class Evaluator:
             return None
         if isinstance(counts, Measured) and data.task is not None:
             head = KINDS[data.task.kind].MEASURE
-            compared = DISTANCE if isinstance(data.task, Anomaly) else ""
+            compared = COMPARED[1].name if isinstance(data.task, Anomaly) else ""
             return HeldBack(counts.samples, counts.figures, head, counts.text, counts.distance, compared)
         if not isinstance(counts, np.ndarray):
             return None

@@ -17,7 +17,7 @@ from fleet_core.base.trees import Params
 from fleet_core.protocol import chunks
 from fleet_core.protocol.messages import ID
 from fleet_core.tasks.anomaly import Anomaly
-from fleet_core.tasks.task import VARIANTS, Task
+from fleet_core.tasks.task import VARIANTS, Task, reading_of
 
 MODEL_GROUPS = ("body", "head")
 GROUPS = (*MODEL_GROUPS, "buffers", "rates", "control", "prototypes")
@@ -116,7 +116,7 @@ class Layout:
     @property
     def reading(self) -> dict[str, Any]:
         """Options with which ``samples.load`` reads samples: the classes, or what the task asks for."""
-        return {"classes": self.classes or None} if self.task is None else self.task.reading
+        return reading_of(self.task, self.classes)
 
     def truths(self, y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """What losses and graphs compare answers with: labels int64 [N], or standardized targets, or labels as 0

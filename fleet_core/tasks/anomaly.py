@@ -31,8 +31,6 @@ LABELS = QUIET, ANOMALY = "quiet", "anomaly"
 SCORE = "score"
 MEASURE = "false alarms"
 """The share of quiet samples that raise an alarm, which listings show."""
-DISTANCE = "mean difference of quiet samples, in deviations,"
-"""By which two models of a device are compared (``Measured.distance``)."""
 NAMES = {"alarms": "alarms", "score": "score", "auroc": "AUROC"}
 """Of the measures, for people."""
 COMPARED: tuple[Figure, ...] = (
@@ -155,8 +153,8 @@ class Anomaly:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Options with which ``samples.load`` reads the task's samples."""
-        return {"normal": self.normal}
+        """As ``reading_of``."""
+        return reading_of(self.normal)
 
     @property
     def told(self) -> str:
@@ -235,6 +233,11 @@ class Alarms:
         )
         pairs = np.array([len(parts[0]) * len(parts[1]), _above(*parts)])
         return cls(len(parts[0]) + len(parts[1]), quiet_4, anomaly_4, pairs, threshold)
+
+
+def reading_of(names: Sequence[str]) -> dict[str, Any]:
+    """Options with which ``samples.load`` reads the task's samples. names: labels of quiet samples."""
+    return {"normal": tuple(names)}
 
 
 def measures(alarms: Alarms) -> dict[str, dict[str, float]]:

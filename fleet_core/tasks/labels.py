@@ -69,8 +69,8 @@ class MultiLabel:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Options with which ``samples.load`` reads the task's samples."""
-        return {"outputs": self.outputs, "labels": True}
+        """As ``reading_of``."""
+        return reading_of(self.outputs)
 
     @property
     def told(self) -> str:
@@ -150,6 +150,11 @@ class LabelCounts:
         """The mean of ``f1`` over the labels that have one."""
         known = [one for one in self.f1 if one is not None]
         return float(np.mean(known)) if known else None
+
+
+def reading_of(names: Sequence[str]) -> dict[str, Any]:
+    """Options with which ``samples.load`` reads the task's samples. names: of the labels."""
+    return {"outputs": tuple(names), "labels": True}
 
 
 def names_of(text: str) -> list[str]:

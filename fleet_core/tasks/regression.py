@@ -86,8 +86,8 @@ class Regression:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Options with which ``samples.load`` reads the task's samples."""
-        return {"outputs": self.outputs}
+        """As ``reading_of``."""
+        return reading_of(self.outputs)
 
     @property
     def told(self) -> str:
@@ -195,6 +195,11 @@ class Errors:
             float(1 - wrong / spread) if known else None
             for wrong, spread, known in zip(self.squared, spread_K, known_K, strict=True)
         )
+
+
+def reading_of(names: Sequence[str]) -> dict[str, Any]:
+    """Options with which ``samples.load`` reads the task's samples. names: of the numbers."""
+    return {"outputs": tuple(names)}
 
 
 def numbers_of(text: str, where: str | None = None) -> list[float]:

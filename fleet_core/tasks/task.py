@@ -29,6 +29,9 @@ class Kind(Protocol):
     NAMES: dict[str, str]
     COMPARED: tuple[Figure, ...]
 
+    def reading_of(self, names: Sequence[str], /) -> dict[str, Any]:
+        """As ``reading``."""
+
     def pooled(
         self, outputs: Sequence[str], rows: Sequence[tuple[int, Mapping[str, Sequence[float]]]], /
     ) -> tuple[int, Measures]:
@@ -52,11 +55,12 @@ NAMES = {**regression.NAMES, **labels.NAMES, **anomaly.NAMES}
 def reading(kind: str, names: Sequence[str]) -> dict[str, Any]:
     """Options with which ``samples.load`` reads samples of a task that they make. names: of its outputs or labels, or
     of the labels of quiet samples. Empty for classes."""
-    options: dict[str, dict[str, Any]] = {
-        regression.KIND: {"outputs": tuple(names)}, labels.KIND: {"outputs": tuple(names), "labels": True},
-        anomaly.KIND: {"normal": tuple(names)},
-    }
-    return options.get(kind, {})
+    return KINDS[kind].reading_of(names) if kind in KINDS else {}
+
+
+def reading_of(task: Task | None, classes: Sequence[str]) -> dict[str, Any]:
+    """Options with which ``samples.load`` reads samples of a model: of its task, or its ``classes``."""
+    return {"classes": tuple(classes) or None} if task is None else task.reading
 
 
 def together(task: Task, several: Sequence[Measured]) -> Measured:

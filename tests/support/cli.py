@@ -20,6 +20,21 @@ class Ran(NamedTuple):
 Run = Callable[..., Ran]
 
 
+def typing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Somebody at a terminal types these lines, then Ctrl-D."""
+    typed = iter(lines)
+
+    def answer(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", answer)
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+
+
 def runner(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str, main: Callable[[], object]
 ) -> Run:

@@ -32,6 +32,7 @@ from fleet_core.board.device_settings import Personalize, settings_of
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
 from tests.support import waiting
+from tests.support.cli import typing
 from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 
@@ -219,10 +220,7 @@ def test_stored_samples_are_reviewed_from_the_highest_score_on(
     assert scores == sorted(scores, reverse=True)
     assert [one["alarm"] for one in listed] == [score > one["threshold"] for one, score in zip(listed, scores,
                                                                                                strict=True)]
-    typed = iter(["noise", "anomaly", "quiet", "", "", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    for stream in ("stdin", "stdout"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    typing(monkeypatch, "noise", "anomaly", "quiet", "", "", "")
     review.review(place, 20, None, None, new_class=False, as_json=False)
     out = capsys.readouterr().out
     assert "class: quiet, anomaly; Enter" in out

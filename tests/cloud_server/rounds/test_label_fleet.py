@@ -33,6 +33,7 @@ from fleet_core.data.live import Taken
 from fleet_core.data.samples import Samples, save
 from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
+from tests.support.cli import typing
 from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 
@@ -335,10 +336,7 @@ def test_stored_samples_get_lists_of_labels_over_http_and_in_review(
     with pytest.raises(ConfigError, match="belong together"):
         review.review(place, 20, ids[3], "fast", labels="fast", new_class=False, as_json=False)
     waiting = [one.id for one in device.unlabelled()]
-    typed = iter(["quick", "slow,fast", "-"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    for stream in ("stdin", "stdout"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    typing(monkeypatch, "quick", "slow,fast", "-")
     review.review(place, 20, None, None, new_class=False, as_json=False)
     out = capsys.readouterr().out
     assert "labels: slow, fast, high, as slow,fast, or - for none; Enter leaves" in out

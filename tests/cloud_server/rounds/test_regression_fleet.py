@@ -34,6 +34,7 @@ from fleet_core.model import graph_bundle
 from fleet_core.model.train_graph import pack
 from fleet_core.protocol.device_messages import Report
 from fleet_core.training.graph_engine import GraphSteps
+from tests.support.cli import typing
 from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 from tests.support.train_graphs import train_graph
@@ -346,10 +347,7 @@ def test_stored_samples_get_their_targets_over_http_and_in_review(
     assert f"{second} is 119,0.25" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="a class 'fast', and this fleet predicts speed, load"):
         review.review(home(fleet), 20, third, "fast", new_class=False, as_json=False)
-    typed = iter(["fast", "1", "120.5,-0.25", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    for stream in ("stdin", "stdout"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    typing(monkeypatch, "fast", "1", "120.5,-0.25", "")
     review.review(home(fleet), 20, None, None, new_class=False, as_json=False)
     out = capsys.readouterr().out
     assert "targets: speed, load" in out

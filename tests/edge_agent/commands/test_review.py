@@ -11,7 +11,7 @@ import pytest
 from edge_agent import Device
 from edge_agent.commands import cli, review
 from tests.support import homes
-from tests.support.cli import Run, runner
+from tests.support.cli import Run, runner, typing
 
 X = np.arange(8, dtype=np.float32)
 
@@ -52,17 +52,7 @@ def test_on_a_terminal_it_asks_for_each_one(
     device = Device(home)
     for k in range(3):
         device.add(X + k)
-    answers = iter(["", "goose", "b"])
-
-    def typed(prompt: str) -> str:
-        try:
-            return next(answers)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", typed)
-    for stream in ("stdin", "stdout"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    typing(monkeypatch, "", "goose", "b")
     review.review(home, 20, None, None, new_class=False, as_json=False)
     out = capsys.readouterr().out
     assert "1 of 3" in out
