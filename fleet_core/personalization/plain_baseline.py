@@ -61,9 +61,7 @@ class Baseline:
         features_SF, y = features(x[rows]), y[rows]
         if not np.isfinite(features_SF).all():
             raise DataError("a sample holds a value that is not finite")
-        mean_F, deviation_F = features_SF.mean(0), features_SF.std(0)
-        constant = deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))
-        deviation_F = np.where(constant, 1.0, deviation_F)
+        mean_F, deviation_F = moments(features_SF)
         z_SF = (features_SF - mean_F) / deviation_F
         fit = _better_fit(z_SF, y, n_classes) if name is None else FITS[name]
         return cls(mean_F, deviation_F, fit(z_SF, y, n_classes))
@@ -87,6 +85,13 @@ def applies_to(x: Array) -> bool:
 def described(name: str, shape: tuple[int, ...]) -> str:
     """The baseline in words, for samples of this shape, such as ``nearest mean on spectrum and statistics``."""
     return f"{name} on {({2: 'spectrum and statistics', 3: 'pixels'}).get(len(shape), 'the values')}"
+
+
+def moments(features_SF: Array) -> tuple[Array, Array]:
+    """(mean, deviation) of each feature, by which it is standardized; the deviation of a constant one is 1."""
+    mean_F, deviation_F = features_SF.mean(0), features_SF.std(0)
+    constant = deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))
+    return mean_F, np.where(constant, 1.0, deviation_F)
 
 
 def features(x: Array) -> Array:

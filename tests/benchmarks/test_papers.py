@@ -14,8 +14,10 @@ import torch
 
 from benchmarks import markdown
 from benchmarks.papers import collect, page, run
+from benchmarks.papers.acar.table import METHODS as ACARS
 from benchmarks.papers.lim import attack
 from benchmarks.papers.lim.table import CASES
+from benchmarks.papers.ratio import table as ratio
 from cloud_server.figures.formatting import ABSENT
 from cloud_server.laboratory.compare import comparison
 from cloud_server.laboratory.plan import experiment as experiments
@@ -355,3 +357,18 @@ def test_cases_that_are_there_are_not_made_again(
     attack.main([*little, "--cases", "fedavg", "--iterations", "3"])
     found = json.loads((tmp_path / "attack.json").read_text())
     assert (set(found["attacks"]["omniglot, dlg"]), found["iterations"]) == ({"fedavg"}, 3)
+
+
+@pytest.mark.slow
+def test_the_ratios_page_has_every_method_under_both_models(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(set_cache.FOLDER_VARIABLE, str(sets))
+    (path,) = run.files("ratio")
+    result = collect.collected([path], ran(path, tmp_path), ratio.details)
+    tables = ratio.tables(result, {})
+    for title in ACARS.values():
+        assert [line.split(" | ")[2] for line in tables["rounds"].splitlines() if f"| {title} |" in line] == [
+            "as served", "mean of the latest"]
+        assert f"| {title} | `client_lr" in tables["settings"]
+    assert page.page(path.parent, result).count("<!-- end -->") == 4

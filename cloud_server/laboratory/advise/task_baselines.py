@@ -124,8 +124,7 @@ def _of_labels(work: Workload, own: Sequence[Part]) -> dict[str, Answers]:
 def _logistic(x: Array, y: Array) -> Callable[[Array], Array]:
     """Samples -> the probability of each label."""
     features_SF = plain_baseline.features(x)
-    mean_F, deviation_F = features_SF.mean(0), features_SF.std(0)
-    deviation_F[deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))] = 1.0
+    mean_F, deviation_F = plain_baseline.moments(features_SF)
 
     def standardized(features_nF: Array) -> Array:
         found: Array = (features_nF - mean_F) / deviation_F
