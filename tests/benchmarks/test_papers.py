@@ -96,9 +96,7 @@ def small(path: Path) -> tuple[str, ...]:
     if asked.model.name == "cnn-leaf":
         settings += ["model.options.channels=[2, 2]", "model.options.hidden=[4]"]
     if asked.data.path:
-        settings.append(f"data.path={set_cache.home() / OWN}")
-    if asked.data.mean:
-        settings += ["data.mean=[0.5]", "data.std=[0.5]"]  # of one channel
+        settings += [f"data.path={set_cache.home() / OWN}", "data.mean=[0.5]", "data.std=[0.5]"]  # one channel
     if asked.data.set == "synthetic":
         settings += ["data.options.devices=4", "data.options.least=20", "data.options.most=40"]
     if asked.evaluation.novel_classes:
