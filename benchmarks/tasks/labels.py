@@ -9,10 +9,12 @@ and were not tuned.
 
     METAFLEET_SHARED=FOLDER python -m benchmarks.tasks.labels [--rounds 60]
     METAFLEET_SHARED=FOLDER python -m benchmarks.tasks.labels --thresholds [--rounds 60] [--seeds 3]
+    METAFLEET_SHARED=FOLDER python -m benchmarks.tasks.labels --least [--rounds 60] [--seeds 3]
 
 Writes labels.json and the tables in LABELS.md, beside this file. With ``--thresholds`` it asks instead whether a
-threshold for each label is better than 0.5: half of a speaker's windows to measure on choose it, by the label's F1, and
-the other half is measured on.
+threshold for each label is better than 0.5. With ``--least`` it asks how many windows a threshold takes: takes 5 to 22
+are to learn from, and 23 to 31 to choose thresholds and to measure on, so that nothing is chosen on what the other
+tables measure on.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +38,28 @@ from fleet_core.data.shaping import sound
 from fleet_core.learning import local_training, models, personal_model
 from fleet_core.model.layout import InputSpec
 from fleet_core.personalization.linear_head import LabelHead
-from fleet_core.tasks.labels import THRESHOLD, MultiLabel, pooled
-from fleet_core.tasks.measured import Measured
+from fleet_core.tasks.labels import LEAST, SUMS, LabelCounts, MultiLabel, pooled
 
 RESULT, PAGE = HERE / "labels.json", HERE / "LABELS.md"
 FILE = "spoken-digits-4speakers.npz"
 DIGITS = tuple("0123456789")
 TAKES = (range(5, 32), range(32, 50))
 """To learn from, and to measure on."""
+VALIDATION = (range(5, 23), range(23, 32))
 WINDOWS = (600, 300)
 """Of each speaker, to learn from and to measure on."""
 NEW, PIECES, STEPS = 1, 8, 1000
-GRID = tuple(k / 20 for k in range(1, 20))
-"""Thresholds that are tried."""
+TRIED = (1, 3, 5, 10, 20)
+"""In place of ``LEAST``."""
+COUNTS = (20, 40, 80, 150, 300)
+"""Windows that thresholds are chosen and measured on."""
+ASKED = ("logistic regression, alone", "the fleet's model, fine-tuned", "the fleet's model, head")
+NEVER = 10**6
 
 
-def speakers(path: Path, seed: int = SEED) -> list[tuple[Part, Part]]:
+def speakers(
+    path: Path, seed: int = SEED, takes: tuple[range, range] = TAKES
+) -> list[tuple[Part, Part]]:
     """(own, later) of each speaker: x float32 [N, 256], y float64 [N, 10]."""
     with np.load(path, allow_pickle=False) as archive:
         held = {name: archive[name] for name in archive}
@@ -59,8 +67,8 @@ def speakers(path: Path, seed: int = SEED) -> list[tuple[Part, Part]]:
     found = []
     for number, who in enumerate(np.unique(held["speaker"])):
         parts = []
-        for part, (takes, count) in enumerate(zip(TAKES, WINDOWS, strict=True)):
-            rows = np.flatnonzero((held["speaker"] == who) & np.isin(held["take"], takes))
+        for part, (those, count) in enumerate(zip(takes, WINDOWS, strict=True)):
+            rows = np.flatnonzero((held["speaker"] == who) & np.isin(held["take"], those))
             rng = np.random.default_rng([seed, number, part])
             parts.append(mixed([cuts[row] for row in rows], held["digit"][rows], count, rng))
         found.append((parts[0], parts[1]))
@@ -125,40 +133,47 @@ def scored(task: MultiLabel, answers: Answers, those: Sequence[tuple[Part, Part]
             "exact_match": figures["exact_match"]["all"], "speakers": len(those), "windows": samples}
 
 
-def thresholds(y_NK: Array, p_NK: Array) -> Array:
-    """[K]: of each label the one in ``GRID`` with the highest F1; of several the one next to 0.5."""
-    f1_TK = np.array([_f1(y_NK > 0, p_NK >= one) for one in GRID])
-    near_T = np.abs(np.array(GRID) - THRESHOLD)
-    order_T = np.argsort(near_T, kind="stable")
-    return np.array(GRID)[order_T[f1_TK[order_T].argmax(0)]]
-
-
-def _f1(true_NK: Array, answered_NK: Array) -> Array:
-    """[K]; 1 for a label that no sample carries and no answer names."""
-    met_K = true_NK.sum(0) + answered_NK.sum(0)
-    return np.where(met_K > 0, 2 * (true_NK & answered_NK).sum(0) / np.maximum(met_K, 1), 1.0)
-
-
 def by_thresholds(rounds: int, seeds: int, path: Path) -> list[dict[str, Any]]:
     """Of each way a device answers by: F1 with 0.5 and with thresholds of its own, for each seed."""
     found: dict[str, dict[str, Any]] = {}
-    for seed in range(seeds):
-        every = speakers(path, seed)
-        task, known = ways([own for own, _ in every[:-NEW]], rounds, seed)
-        for name in ("logistic regression, alone", "the fleet's model, fine-tuned", "the fleet's model, head"):
-            parts: dict[str, list[Measured]] = {"0.5": [], "own": []}
-            for own, (x, y) in every:
-                p = known[name](own, x)
-                first, later = slice(None, len(y) // 2), slice(len(y) // 2, None)
-                limits = thresholds(y[first], p[first])
-                parts["0.5"].append(task.measured(y[later], p[later]))
-                parts["own"].append(task.measured(y[later], (p[later] >= limits).astype(np.float64)))
-            row = found.setdefault(name, {"answers": name, "0.5": [], "own": []})
-            for way, those in parts.items():
-                _, figures = pooled(task.outputs, [(one.samples, one.sums) for one in those])
-                row[way].append({key: figures[key]["all"] for key in ("micro_f1", "macro_f1", "exact_match")})
-        print(f"seed {seed + 1} of {seeds}", flush=True)
+    for name, task, later in answered(rounds, seeds, path, TAKES):
+        row = found.setdefault(name, {"answers": name, "0.5": [], "own": []})
+        for way, least in (("0.5", NEVER), ("own", LEAST)):
+            row[way].append(figures(task, later, least))
     return list(found.values())
+
+
+def by_least(rounds: int, seeds: int, path: Path) -> list[dict[str, Any]]:
+    """On the windows to learn from: micro-F1, the mean over seeds and ways, by the number of windows that thresholds
+    are chosen and measured on, with each ``LEAST`` that is tried."""
+    found: dict[int, dict[int, list[float]]] = {count: {least: [] for least in (NEVER, *TRIED)} for count in COUNTS}
+    for _, task, later in answered(rounds, seeds, path, VALIDATION):
+        for count, row in found.items():
+            parts = [(p[first:first + count], y[first:first + count]) for p, y in later
+                     for first in range(0, len(y), count)]
+            for least, values in row.items():
+                values.append(figures(task, parts, least)["micro_f1"])
+    return [{"windows": count, "0.5": float(np.mean(row.pop(NEVER))),
+             **{str(least): float(np.mean(values)) for least, values in row.items()}} for count, row in found.items()]
+
+
+def answered(
+    rounds: int, seeds: int, path: Path, takes: tuple[range, range]
+) -> Iterator[tuple[str, MultiLabel, list[tuple[Array, Array]]]]:
+    """(way, task, (probabilities, labels) of each speaker's windows to measure on)."""
+    for seed in range(seeds):
+        every = speakers(path, seed, takes)
+        task, known = ways([own for own, _ in every[:-NEW]], rounds, seed)
+        for name in ASKED:
+            yield name, task, [(known[name](own, x), y) for own, (x, y) in every]
+        print(f"seed {seed + 1} of {seeds}", flush=True)
+
+
+def figures(task: MultiLabel, later: Sequence[tuple[Array, Array]], least: int) -> dict[str, float]:
+    """Measures pooled over speakers. later: probabilities and labels of each. least: as ``LEAST``."""
+    parts = [LabelCounts.of(task, y, p, least) for p, y in later]
+    _, found = pooled(task.outputs, [(one.count, {name: getattr(one, name) for name in SUMS}) for one in parts])
+    return {key: found[key]["all"] for key in ("micro_f1", "macro_f1", "exact_match")}
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -173,6 +188,9 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
          "own"),
         [(one["answers"], *(_mean(one[way], key) for key in ("micro_f1", "macro_f1", "exact_match")
                             for way in ("0.5", "own"))) for one in result["thresholds"]],
+    ), "least": markdown.table(
+        ("windows", "0.5", *map(str, TRIED)),
+        [(str(one["windows"]), *(f"{one[str(key)]:.3f}" for key in (0.5, *TRIED))) for one in result["least"]],
     )}
 
 
@@ -185,6 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--thresholds", action="store_true")
+    parser.add_argument("--least", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     rounds = options.rounds
@@ -193,12 +212,14 @@ def main() -> None:
     kept = json.loads(RESULT.read_text(encoding="utf-8"))
     if options.thresholds:
         return write({**kept, "thresholds": by_thresholds(rounds, options.seeds, path)})
+    if options.least:
+        return write({**kept, "least": by_least(rounds, options.seeds, path)})
     found = speakers(path)
     train, new = found[:-NEW], found[-NEW:]
     task, known = ways([own for own, _ in train], rounds)
     rows = [{"answers": name, "train": scored(task, one, train), "new": scored(task, one, new)}
             for name, one in known.items()]
-    write({"rounds": rounds, "hyper": HYPER, "seed": SEED, "rows": rows, "thresholds": kept["thresholds"]})
+    write({**kept, "rounds": rounds, "hyper": HYPER, "seed": SEED, "rows": rows})
 
 
 def write(result: Mapping[str, Any]) -> None:

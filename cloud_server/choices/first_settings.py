@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ REPEATING_RATES: Mapping[str, float] = {"client_lr": 0.5, "clip_norm": 1.0, "fin
 """The loss is a mean over all numbers of a sample, so that its gradients are small; an outlier's are clipped. Not of
 pFedMe, whose rate also bounds its pull to the fleet's model."""
 NO_WINDOW = "leave --window and --stride out"
+OF_CLASSES, OF_TASKS = "pfldyn-proto", "fedavg-meta"
+"""The default methods."""
 HEAD = "# The server reads this file when it starts. Every key: docs/fleet.md of Metafleet."
 
 
@@ -48,18 +50,68 @@ def topic_name(folder: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", folder).strip("-")[:64] or "fleet"
 
 
+@dataclass(frozen=True)
+class SampleOptions:
+    """How samples are read, and what of them is learned, as options of a command say.
+
+    outputs, labels, normal: names with commas between them; None for those of the file. per_day: wanted false alarms a
+    day. The others: as in ``load_data``, and ``loss`` as in ``fleet_toml``.
+    """
+
+    task: str = field(default=TASKS[0], metadata={"sparse": True})
+    outputs: str | None = field(default=None, metadata={"sparse": True})
+    loss: str | None = field(default=None, metadata={"sparse": True})
+    labels: str | None = field(default=None, metadata={"sparse": True})
+    normal: str | None = field(default=None, metadata={"sparse": True})
+    per_day: float | None = field(default=None, metadata={"sparse": True})
+    window: int | None = None
+    stride: int | None = None
+    size: str | None = field(default=None, metadata={"sparse": True})
+    fit: str | None = field(default=None, metadata={"sparse": True})
+    rate: int | None = field(default=None, metadata={"sparse": True})
+    seconds: float | None = field(default=None, metadata={"sparse": True})
+
+    @property
+    def default_method(self) -> str:
+        """Of a fleet that learns this."""
+        return OF_CLASSES if self.task == TASKS[0] else OF_TASKS
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """As ``wanted_outputs``. Raises ConfigError for options that do not fit the task."""
+        return wanted_outputs(self.task, self.outputs, self.loss, self.labels, self.normal, self.per_day)
+
+    def load(
+        self, data: str, say: Callable[[str], None] = lambda text: None, *, anomalies: bool = False
+    ) -> tuple[Samples, InputSpec]:
+        """As ``load_data``. Raises ConfigError too."""
+        return load_data(
+            data, say, window=self.window, stride=self.stride, size=self.size, fit=self.fit, rate=self.rate,
+            seconds=self.seconds, outputs=self.names, labels=self.task == LABELS,
+            normal=wanted_normal(self.task, self.normal), anomalies=anomalies,
+        )
+
+    def of_fleet_toml(self, samples: Samples, spec: InputSpec, normal: Sequence[str] | None = None) -> dict[str, Any]:
+        """The options of ``fleet_toml`` that say what is learned. normal: in place of the labels of quiet samples.
+        Raises DataError as ``anomaly_task``."""
+        quiet = wanted_normal(self.task, self.normal) if normal is None else normal
+        task = None if self.task != anomaly.KIND else anomaly_task(samples, spec, quiet or (), self.per_day)
+        return {"loss": self.loss, "labels": self.task == LABELS, "quiet": task}
+
+
 def load_data(
     data: str, say: Callable[[str], None] = lambda text: None, *, window: int | None = None, stride: int | None = None,
     size: str | None = None, fit: str | None = None, rate: int | None = None, seconds: float | None = None,
     outputs: Sequence[str] | None = None, labels: bool = False, normal: Sequence[str] | None = None,
+    anomalies: bool = False,
 ) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
     how the file was read. window, stride: to cut a file of readings, which devices then do too. size, fit: of images,
     as in ``resize.size_of``. rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a
     window, rate is that of the readings, to which devices resample their sensors. outputs, labels: of the numbers to
     predict, or of several labels, as in ``samples.load``; None for classes. normal: the labels of quiet samples of a
-    fleet that detects anomalies; only quiet samples are returned. Raises DataError, also for samples
-    whose classes have no names."""
+    fleet that detects anomalies; only quiet samples are returned, and with ``anomalies`` the others too. The input is
+    standardized by quiet samples. Raises DataError, also for samples whose classes have no names."""
     if _is_named(data):
         if normal is not None:
             raise DataError("is a named set, which has classes", where=data, expected="a file of quiet samples",
@@ -81,8 +133,8 @@ def load_data(
     sound_hz = 0 if window is not None and seconds is None else _sound_hz(Path(data), rate, seconds)
     samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds,
                    outputs=outputs, labels=labels, normal=normal)
-    if normal is not None:
-        samples = _quiet(samples, data, normal)
+    learned = samples if normal is None else _quiet(samples, data, normal)
+    samples = samples if anomalies else learned
     if how != "refuse" and samples.x.ndim != 4:
         raise DataError("holds no images", where=data, hint="leave out --size and --fit")
     for remark in (*samples.notes, *model_input.remarks(samples.x)):
@@ -94,7 +146,7 @@ def load_data(
         most = int(samples.y.max())
         raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
                         f"for the labels 0 to {most}", hint="or store the class names in y")
-    spec = model_input.standardized(samples.x, how, sound_hz)
+    spec = model_input.standardized(learned.x, how, sound_hz)
     return samples, replace(spec, rate_hz=float(rate or 0) if not sound_hz else 0.0, stride=stride or 0)
 
 

@@ -13,7 +13,20 @@ from cloud_server.choices.datasets import datasets_app
 from cloud_server.choices.profiles import profiles_app
 from cloud_server.commands import backbones, bundle, costs, help_texts, keys, lab, monitoring, plan
 from cloud_server.commands.costs import BATTERY, PER_MONTH, RUN, TARIFF
-from cloud_server.commands.lab import FIT, RATE, SECONDS, SIZE, STRIDE, WINDOW
+from cloud_server.commands.lab import (
+    FIT,
+    LABELS,
+    LOSS,
+    NORMAL,
+    OUTPUTS,
+    PER_DAY,
+    RATE,
+    SECONDS,
+    SIZE,
+    STRIDE,
+    TASK,
+    WINDOW,
+)
 from cloud_server.commands.server import BROKER, server_app
 from cloud_server.commands.start import application
 from cloud_server.devices import flash
@@ -26,6 +39,7 @@ from fleet_core.base.processes import typed
 from fleet_core.protocol import topics
 
 if TYPE_CHECKING:
+    from cloud_server.choices.first_settings import SampleOptions
     from cloud_server.laboratory.advise.recordings import Model
     from cloud_server.records.fleet_folder import Fleet
     from cloud_server.records.fleet_settings import FleetConfig, ModelSection
@@ -43,10 +57,12 @@ app.add_typer(updates_app, name="updates")
 app.add_typer(bundle.bundle_app, name="bundle")
 app.add_typer(backbones.backbone_app, name="backbone")
 
+METHOD = Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto; for numbers, labels "
+                                            "and anomalies fedavg-meta.")]
 CODEC = Annotated[str | None, typer.Option("--codec", metavar="CODEC", help="See 'metafleet codecs'; up:NAME,down:NAME "
                                            "for different ones; auto: chosen for each round; default int8.")]
 
-DEFAULT_METHOD, OF_NUMBERS, DEFAULT_ROUNDS = "pfldyn-proto", "fedavg-meta", 30
+DEFAULT_ROUNDS = 30
 
 
 @app.command()
@@ -54,11 +70,21 @@ def demo(
     devices: Annotated[int, typer.Option(min=1, help="Devices that train.")] = 8,
     new_devices: Annotated[int, typer.Option(min=0, help="Devices that join at the end, with little data.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of training.")] = DEFAULT_ROUNDS,
-    method: Annotated[str, typer.Option(help="See 'metafleet methods'.")] = DEFAULT_METHOD,
+    method: METHOD = None,
     codec: CODEC = None,
     data: Annotated[str, typer.Option(help="heartbeat, or a file of samples with a 'client' column.")] = "heartbeat",
+    task: TASK = "classes",
+    outputs: OUTPUTS = None,
+    loss: LOSS = None,
+    labels: LABELS = None,
+    normal: NORMAL = None,
+    per_day: PER_DAY = None,
     window: WINDOW = None,
     stride: STRIDE = None,
+    size: SIZE = None,
+    fit: FIT = None,
+    rate: RATE = None,
+    seconds: SECONDS = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     broker: BROKER = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; an unfinished run there is continued.")] = None,
@@ -73,13 +99,15 @@ def demo(
     as_json: JSON = False,
 ) -> None:
     """Run a broker, an aggregator and real agents on this machine, from training to personalized answers."""
+    from cloud_server.choices.first_settings import SampleOptions
     from cloud_server.running import demo as demonstration
     from cloud_server.running.demo_setup import Options
 
+    reading = SampleOptions(task, outputs, loss, labels, normal, per_day, window, stride, size, fit, rate, seconds)
     options = Options(
-        devices=devices, new_devices=new_devices, rounds=rounds, method=method, data=data, seed=seed,
-        baseline=baseline, support_s=support_s, meter_watts=meter_watts, window=window, stride=stride,
-        codec=codec, engine=engine,
+        **vars(reading), devices=devices, new_devices=new_devices, rounds=rounds,
+        method=method or reading.default_method, data=data, seed=seed, baseline=baseline, support_s=support_s,
+        meter_watts=meter_watts, codec=codec, engine=engine,
     )
     shown = demonstration.run(options, out, broker, show=processes.say if as_json else print, console=open_console)
     if as_json:
@@ -90,22 +118,12 @@ def demo(
 def init(
     fleet: FLEET,
     data: Annotated[str | None, typer.Option(help="heartbeat, or samples that define shape and classes.")] = None,
-    task: Annotated[str, typer.Option(metavar="classes|regression|multi-label|anomaly", help="What the model "
-                                      "answers: a class, one or several numbers, any number of labels, or how unlike "
-                                      "quiet samples a sample is.")] = "classes",
-    outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
-                                                "numbers, which are columns of a table; default: the file's, or "
-                                                "target.")] = None,
-    loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default huber.")]
-    = None,
-    labels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task multi-label: names of the "
-                                               "labels, which are columns of 0 and 1 of a table; default: the "
-                                               "file's.")] = None,
-    normal: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task anomaly: labels of quiet "
-                                               "samples; samples without labels are quiet.")] = None,
-    per_day: Annotated[float | None, typer.Option("--false-alarms", min=1e-6, metavar="A DAY", help="With --task "
-                                                  "anomaly: wanted false alarms a day of a device; default: 1 % of "
-                                                  "quiet samples.")] = None,
+    task: TASK = "classes",
+    outputs: OUTPUTS = None,
+    loss: LOSS = None,
+    labels: LABELS = None,
+    normal: NORMAL = None,
+    per_day: PER_DAY = None,
     window: WINDOW = None,
     stride: STRIDE = None,
     size: SIZE = None,
@@ -113,8 +131,7 @@ def init(
     rate: RATE = None,
     seconds: SECONDS = None,
     name: Annotated[str | None, typer.Option(help="The fleet's name in topics; default: the folder's name.")] = None,
-    method: Annotated[str | None, typer.Option(help="See 'metafleet methods'; default pfldyn-proto; for "
-                                                    "numbers, labels and anomalies fedavg-meta.")] = None,
+    method: METHOD = None,
     codec: CODEC = None,
     only: Annotated[list[str] | None, typer.Option("--train", metavar="PATTERN", help="Arrays that devices train and "
                                                    "send, such as 'head.*'; may be repeated; default: all.")] = None,
@@ -143,7 +160,6 @@ def init(
     from cloud_server.choices import first_settings
     from cloud_server.identity import audit_log
     from cloud_server.identity.create_fleet import create_fleet
-    from fleet_core.tasks.labels import KIND as MULTI_LABEL
 
     given = {"--name": name, "--method": method, "--model": model, "--rounds": rounds, "--seed": seed,
              "--window": window, "--stride": stride, "--size": size, "--fit": fit, "--rate": rate,
@@ -156,15 +172,12 @@ def init(
         raise ConfigError(f"{', '.join(unused)} without --data", hint="give --data, or write it in fleet.toml")
     text = None
     if data is not None:
-        names = first_settings.wanted_outputs(task, outputs, loss, labels, normal, per_day)
-        quiet = first_settings.wanted_normal(task, normal)
-        cut = {"window": window, "stride": stride, "size": size, "fit": fit, "rate": rate, "seconds": seconds,
-               "outputs": names, "labels": task == MULTI_LABEL, "normal": quiet}
-        default = DEFAULT_METHOD if names is None and quiet is None else OF_NUMBERS
-        text = _first_fleet_toml(fleet, data, cut, name, method or default,
+        reading = first_settings.SampleOptions(task, outputs, loss, labels, normal, per_day, window, stride, size, fit,
+                                               rate, seconds)
+        text = _first_fleet_toml(fleet, data, reading, name, method or reading.default_method,
                                  model, rounds or DEFAULT_ROUNDS, seed or 0, trial, codec,
-                                 first_settings.train_table(only, freeze), loss,
-                                 backbones.Wanted(backbone, backbone_output, backbone_build, backbone_int8), per_day)
+                                 first_settings.train_table(only, freeze),
+                                 backbones.Wanted(backbone, backbone_output, backbone_build, backbone_int8))
     made = create_fleet(fleet, text, _export, _export_train if graph else None)
     if encrypt_keys:
         from cloud_server.records import key_files
@@ -182,34 +195,33 @@ def init(
 
 
 def _first_fleet_toml(
-    fleet: Path, data: str, cut: dict[str, Any], name: str | None, method: str, model: str | None, rounds: int,
-    seed: int, trial: bool | None, codec: str | None, train: dict[str, Any], loss: str | None, wanted: backbones.Wanted,
-    per_day: float | None = None,
+    fleet: Path, data: str, reading: SampleOptions, name: str | None, method: str, model: str | None, rounds: int,
+    seed: int, trial: bool | None, codec: str | None, train: dict[str, Any], wanted: backbones.Wanted,
 ) -> str:
-    """fleet.toml for these samples. cut: options of ``load_data``. loss: of numbers. per_day: wanted false alarms. The
-    model is the named one, that of the fleet in the folder, the winner of a trial, or the default; the first of these
-    that exists. Raises FleetError."""
+    """fleet.toml for these samples. The model is the named one, that of the fleet in the folder, the winner of a trial,
+    or the default; the first of these that exists. Raises FleetError."""
     from cloud_server.choices import first_settings, method_catalogue
-    from cloud_server.choices.first_settings import fleet_toml, load_data, model_for, topic_name, wants_trial
+    from cloud_server.choices.first_settings import fleet_toml, model_for, topic_name, wants_trial
     from fleet_core.data.model_input import default_model
 
-    samples, spec = load_data(data, processes.say, **cut)
+    samples, spec = reading.load(data, processes.say)
     samples, spec, backbone = backbones.applied(wanted, fleet, samples, spec)
     chosen = _existing_model(fleet) if model is None else None
-    quiet = None if cut["normal"] is None else first_settings.anomaly_task(samples, spec, cut["normal"], per_day)
+    learned = reading.of_fleet_toml(samples, spec)
+    quiet = learned["quiet"]
     if quiet and trial:
         raise ConfigError("no models are tried on quiet samples alone, which do not show what finds anomalies",
                           where="--trial", hint="name a --model, or leave --trial out; metafleet advise compares "
                           "methods on samples with labelled anomalies")
     if chosen is None and quiet is None and wants_trial(data, model, trial):
-        task = first_settings.tried_task(cut["outputs"], cut["labels"], loss)
+        task = first_settings.tried_task(reading.names, learned["labels"], reading.loss)
         chosen = lab.choose_model(samples, spec, method_catalogue.named(method).name, seed, task)
     return fleet_toml(
         samples, name or topic_name(fleet.resolve().name), method,
         chosen.name if chosen else model or (None if quiet else default_model(spec.shape, spec.dtype) if backbone else
                                              model_for(data, samples)),
         rounds=rounds, seed=seed, spec=spec, model_options=chosen.options if chosen else None, codec=codec, train=train,
-        backbone=backbone, loss=loss, labels=cut["labels"], quiet=quiet,
+        backbone=backbone, **learned,
     )
 
 

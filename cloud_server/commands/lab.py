@@ -40,6 +40,18 @@ WINDOW = Annotated[int | None, typer.Option("--window", min=1, max=1_000_000, he
 STRIDE = Annotated[int | None, typer.Option("--stride", min=1, max=1_000_000, help="Readings from the start of one "
                                             "window to the next; default: the window's length.")]
 
+TASK = Annotated[str, typer.Option(metavar="classes|regression|multi-label|anomaly", help="What the model answers: a "
+                                   "class, one or several numbers, any number of labels, or how unlike quiet samples a "
+                                   "sample is.")]
+OUTPUTS = Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the numbers, "
+                                             "which are columns of a table; default: the file's, or target.")]
+LOSS = Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default huber.")]
+LABELS = Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task multi-label: names of the labels, "
+                                            "which are columns of 0 and 1 of a table; default: the file's.")]
+NORMAL = Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task anomaly: labels of quiet samples; "
+                                            "samples without labels are quiet.")]
+PER_DAY = Annotated[float | None, typer.Option("--false-alarms", min=1e-6, metavar="A DAY", help="With --task anomaly: "
+                                               "wanted false alarms a day of a device; default: 1 % of quiet samples.")]
 SIZE = Annotated[str | None, typer.Option("--size", metavar="PIXELS", help="Resize all images to this many pixels: 64, "
                                           "or width by height: 96x64.")]
 FIT = Annotated[str | None, typer.Option("--fit", metavar="letterbox|stretch|refuse", help="How every device fits "
@@ -254,17 +266,11 @@ def advise(
     board: Annotated[str | None, typer.Option(help="A board profile or its file, to estimate joules.")] = None,
     codecs: Annotated[str | None, typer.Option(metavar="NAME,UP/DOWN,…", help="Codecs to try with the best method, or "
                                                "none; default: int8,int4,ternary,topk-10.")] = None,
-    task: Annotated[str, typer.Option(metavar="classes|regression|multi-label|anomaly", help="What the models answer: "
-                                      "a class, numbers, any number of labels, or how unlike quiet samples a sample "
-                                      "is.")] = "classes",
-    outputs: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task regression: names of the "
-                                                "numbers.")] = None,
-    loss: Annotated[str | None, typer.Option(metavar="huber|squared", help="With --task regression; default "
-                                             "huber.")] = None,
-    labels: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task multi-label: names of the "
-                                               "labels.")] = None,
-    normal: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="With --task anomaly: the labels of quiet "
-                                               "samples.")] = None,
+    task: TASK = "classes",
+    outputs: OUTPUTS = None,
+    loss: LOSS = None,
+    labels: LABELS = None,
+    normal: NORMAL = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the runs; default: advice-DATA.")] = None,
     as_json: JSON = False,
 ) -> None:

@@ -68,7 +68,9 @@ def _run(
         if console:
             beside.enter_context(console_beside(fleet.folder, processes.say, "--port", "0", "--open"))
         _train_and_evaluate(options, folder, fleet, broker, stopped)
-    baseline = _baseline(folder, stopped) if options.baseline else None
+    if options.baseline and fleet.config.model.task is not None:
+        processes.say("no baseline: it is for classes")
+    baseline = _baseline(folder, stopped) if options.baseline and fleet.config.model.task is None else None
     return _write_results(options, folder, fleet, baseline)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cloud_server.choices.first_settings import fleet_toml, load_data, model_for
+from cloud_server.choices.first_settings import OF_CLASSES, SampleOptions, fleet_toml, model_for
 from cloud_server.identity.device_folder import write_device_folder
 from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import processes, schema, storage
@@ -24,25 +24,23 @@ HEARTBEAT_SUPPORT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(SampleOptions):
     """The command's options. They are written to demo.json, so that an unfinished run continues with the same options.
 
     support_s: seconds that a new device learns from; None: 300 s of heart beats, and in a file the same share of the
-    time as devices that train. window, stride: how a file of readings is cut into windows. codec: as in
-    ``codec_catalogue.chosen``; None for the default. engine: ``[train] engine`` of the devices that train.
+    time as devices that train. codec: as in ``codec_catalogue.chosen``; None for the default. engine: ``[train]
+    engine`` of the devices that train.
     """
 
     devices: int = 8
     new_devices: int = 2
     rounds: int = 30
-    method: str = "pfldyn-proto"
+    method: str = OF_CLASSES
     data: str = "heartbeat"
     seed: int = 0
     baseline: bool = True
     support_s: float | None = None
     meter_watts: tuple[float, ...] | None = None
-    window: int | None = None
-    stride: int | None = None
     codec: str | None = None
     engine: str = field(default="torch", metadata={"choices": ENGINES})
 
@@ -90,15 +88,17 @@ def demo_fleet_toml(options: Options, say: Callable[[str], None] = lambda text: 
     """The run's fleet.toml. say: as in ``load_data``. Raises DataError or ConfigError for impossible options."""
     if options.engine not in ENGINES:
         raise ConfigError(f"there is no engine '{options.engine}'", where="--engine", expected=" or ".join(ENGINES))
-    everything, spec = load_data(options.data, say, window=options.window, stride=options.stride)
+    everything, spec = options.load(options.data, say, anomalies=True)
     training, joining = _names(options, everything)
     for name in (*training, *joining):
         topics.check_name(name, "device")
         _check_samples(options, name, everything.of_client(name), late=name in joining)
+    learned = options.of_fleet_toml(everything, spec, ())  # devices' files have the labels quiet and anomaly
+    model = None if learned["quiet"] else model_for(options.data, everything)
     return fleet_toml(
-        everything, "demo", options.method, model_for(options.data, everything), rounds=options.rounds,
-        seed=options.seed, spec=spec, min_devices=options.devices, serve_every=max(1, min(10, options.rounds)),
-        codec=options.codec, enrolment="listed",
+        everything, "demo", options.method, model, rounds=options.rounds, seed=options.seed, spec=spec,
+        min_devices=options.devices, serve_every=max(1, min(10, options.rounds)), codec=options.codec,
+        enrolment="listed", **learned,
     )
 
 
@@ -139,7 +139,7 @@ def _support_s(options: Options) -> float | None:
 
 def write_devices(options: Options, folder: Path, fleet: Fleet) -> tuple[list[Path], list[Path]]:
     """Writes a folder for every device with its own samples: (those that train, those that join at the end)."""
-    everything, _ = load_data(options.data, window=options.window, stride=options.stride)
+    everything, _ = options.load(options.data, anomalies=True)
     training, joining = _names(options, everything)
     watts = options.meter_watts
     tables: dict[str, dict[str, Any]] = {} if watts is None else {"power": {"idle_w": watts[0], "busy_w": watts[1]}}

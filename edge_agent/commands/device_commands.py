@@ -182,6 +182,9 @@ def predict(inputs: Path, home: Path, as_json: bool) -> None:
         processes.say(NO_THRESHOLD)
     if answer.of_task is not None:
         terminal.table(*answer.of_task)
+        if answer.thresholds:
+            processes.say("thresholds: " + ", ".join(f"{name} {limit:g}" for name, limit in
+                                                     zip(answer.outputs, answer.thresholds, strict=True)))
         return _say_model(answer)
     rows = [
         (str(n), label + _mark(answer, n), " ".join(f"{name} {p:.3f}" for name, p in zip(classes, row, strict=True)))

@@ -6,9 +6,10 @@ are no sockets here.
 One model, named as the fleet; its version is the round of the served model. One input ``x``, raw samples. Outputs:
 ``probabilities`` FP32 [n, N], ``label`` BYTES [n], and ``unknown`` BOOL [n] if the device detects samples of unknown
 classes. A fleet that predicts numbers has one output, ``values`` FP32 [n, K], and one with several labels has
-``probabilities`` FP32 [n, K]; their names are in the metadata. A fleet that detects anomalies has ``score`` FP32 [n]
-and ``alarm`` BOOL [n]. An answer's parameters name its round, model and personalization, and the calibration error once
-it is known; the metadata say how the model does on the device's held-back samples.
+``probabilities`` FP32 [n, K] and ``answered`` BOOL [n, K]; their names are in the metadata. A fleet that detects
+anomalies has ``score`` FP32 [n] and ``alarm`` BOOL [n]. An answer's parameters name its round, model and
+personalization, and the calibration error once it is known; the metadata say how the model does on the device's
+held-back samples.
 
 Not in the protocol: ``POST /v2/models/NAME/samples`` takes labelled samples, inputs ``x`` and ``label``, or ``target``
 FP32 [n, K] or ``labels`` UINT8 [n, K], and personalizes at once. A label that is no class is refused, unless the
@@ -280,6 +281,8 @@ def _described(facts: Facts) -> list[dict[str, Any]]:
     if of == "classes":
         outputs.append({"name": "label", "datatype": "BYTES", "shape": [-1]})
         outputs += [{"name": "unknown", "datatype": "BOOL", "shape": [-1]}] if facts.unknown else []
+    if of == "labels":
+        outputs.append({"name": "answered", "datatype": "BOOL", "shape": [-1, len(names)]})
     return outputs
 
 
@@ -388,8 +391,14 @@ def _available(answer: Answer) -> dict[str, tuple[str, Sequence[int], Sequence[A
     return {"values": numbers} if answer.values else {
         "probabilities": numbers,
         **({} if answer.label_sets else {"label": ("BYTES", (n,), answer.labels)}),
+        **({"answered": ("BOOL", numbers[1], _answered(answer))} if answer.label_sets else {}),
         **({"unknown": ("BOOL", (n,), answer.unknown)} if answer.unknown else {}),
     }
+
+
+def _answered(answer: Answer) -> list[bool]:
+    """Whether each label of each sample is answered, row by row."""
+    return [name in names for names in map(set, answer.label_sets) for name in answer.outputs]
 
 
 def _response(

@@ -22,7 +22,7 @@ from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.board.device_settings import settings_of
 from fleet_core.data.prepare import prepared
 from fleet_core.tasks.anomaly import SCORE, Anomaly
-from fleet_core.tasks.labels import MultiLabel
+from fleet_core.tasks.labels import THRESHOLD, MultiLabel
 from fleet_core.tasks.regression import Regression
 
 if TYPE_CHECKING:
@@ -38,11 +38,12 @@ class Answer:
     """The answer to one sample.
 
     label: the most probable class. probabilities: class or label -> probability. labels: of a fleet with several
-    labels: those of the sample; label is then empty. values: of a fleet that predicts numbers: output -> number in the
-    user's unit; label and probabilities are then empty. unknown: whether the sample is far from
-    everything that the device knows; None if the device does not detect this. alarm, threshold: of a fleet that detects
-    anomalies, whose value is the score; None if no quiet sample is held back. round: of the served model.
-    personalization: the personalizer.
+    labels: those of the sample; label is then empty. thresholds: label -> the probability from which on it is answered;
+    empty if no sample is held back, and all are 0.5. values: of a fleet that predicts numbers: output -> number in the
+    user's unit; label and probabilities are then empty. unknown: whether the sample is far from everything that the
+    device knows; None if the device does not detect this. alarm, threshold: of a fleet that detects anomalies, whose
+    value is the score; None if no quiet sample is held back. round: of the served model. personalization: the
+    personalizer.
     """
 
     label: str
@@ -54,12 +55,14 @@ class Answer:
     labels: tuple[str, ...] = ()
     alarm: bool | None = None
     threshold: float | None = None
+    thresholds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def certainty(self) -> float:
-        """The largest probability; of several labels that of the least certain one being right; 0 for numbers."""
+        """The largest probability; of several labels that of the least certain one, 0.5 at its threshold and 1 at a
+        probability of 0 or 1; 0 for numbers."""
         if not self.label and self.probabilities:
-            return min(max(p, 1 - p) for p in self.probabilities.values())
+            return min(_certainty(p, self.thresholds.get(name, THRESHOLD)) for name, p in self.probabilities.items())
         return max(self.probabilities.values(), default=0.0)
 
 
@@ -226,9 +229,10 @@ class Device:
         """The answers to samples [n, *shape]. again: as in ``Service.answers``."""
         answer = self._service.answers(x, again=again)
         if answer.label_sets:
+            thresholds = dict(zip(answer.outputs, answer.thresholds, strict=True)) if answer.thresholds else {}
             return [
                 Answer("", dict(zip(answer.outputs, row, strict=True)), None, answer.round, answer.personalization,
-                       labels=labels)
+                       labels=labels, thresholds=thresholds)
                 for labels, row in zip(answer.label_sets, answer.probabilities, strict=True)
             ]
         if answer.alarms:
@@ -269,6 +273,13 @@ class Device:
         if not np.isfinite(sample).all():
             raise DataError("the sample holds a value that is not finite")
         return sample
+
+
+def _certainty(probability: float, threshold: float) -> float:
+    """0.5 at the threshold, 1 at a probability of 0 or 1."""
+    if probability < threshold:
+        return 1 - probability / threshold / 2
+    return 1 - (1 - probability) / (1 - threshold) / 2
 
 
 def _names(label: Any) -> bool:

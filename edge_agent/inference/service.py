@@ -37,6 +37,7 @@ from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Alone, Answer, Evaluation, Question
 from fleet_core.protocol.round_messages import ModelRef
 from fleet_core.tasks.anomaly import Anomaly
+from fleet_core.tasks.labels import MultiLabel
 
 if TYPE_CHECKING:
     from edge_agent.compute.worker import Job
@@ -336,8 +337,8 @@ class Service:
         questions, nor watched for drift. name: id of the one sample, if it is stored. Raises StateError if no model
         can answer, DataError."""
         now = self._answering()
-        limit = self.threshold(now) if isinstance(now.layout.task, Anomaly) else None
-        answer = now.answer(self.stored.as_input(now.layout, x), None if again else self.drift.see, limit)
+        answer = now.answer(
+            self.stored.as_input(now.layout, x), None if again else self.drift.see, self._thresholds(now))
         if again:
             return answer
         with self._counting:
@@ -346,9 +347,11 @@ class Service:
             self.on_answer(answer, name)
         return answer
 
-    def threshold(self, now: Answering) -> float | None:
-        """The score above which a sample is an anomaly for the model ``now``; None if no quiet sample is held back."""
-        return self._evaluator.threshold(now.predictor, self.stored.local(now.layout))
+    def _thresholds(self, now: Answering) -> tuple[float, ...]:
+        """Those of the model ``now``, which the held-back samples give."""
+        if not isinstance(now.layout.task, MultiLabel | Anomaly):
+            return ()
+        return self._evaluator.thresholds(now.predictor, self.stored.local(now.layout))
 
     def predict(self, x: Array) -> Array:
         """Class probabilities float32 [n, N], or numbers float64 [n, K], of raw samples. Raises StateError if no model

@@ -67,10 +67,10 @@ class Answering:
 
     def answer(
         self, x: np.ndarray[Any, Any], see: Callable[[Known, np.ndarray[Any, Any]], None] | None = None,
-        threshold: float | None = None,
+        thresholds: tuple[float, ...] = (),
     ) -> Answer:
         """Labels and probabilities, or numbers, of raw samples [n, *shape]. see: called with the reference and the
-        embedded samples, of a task the samples. threshold: of scores of anomalies. Raises DataError, StateError."""
+        embedded samples, of a task the samples. thresholds: as in ``Measured``. Raises DataError, StateError."""
         out, z = self.predictor.outputs(x)
         probabilities, unknown = self.predictor.of_outputs(out, z)
         task = self.layout.task
@@ -78,11 +78,13 @@ class Answering:
             see(self.reference, z if task is None else x)
         if isinstance(task, MultiLabel):
             return Answer(
-                outputs=task.outputs, label_sets=tuple(map(task.chosen, probabilities)),
+                outputs=task.outputs, label_sets=tuple(task.chosen(row, thresholds) for row in probabilities),
+                thresholds=thresholds,
                 probabilities=tuple(tuple(round(float(p), 6) for p in row) for row in probabilities),
                 round=self.round, model=self.model, personalization=self.how, graph=self.graph,
             )
         if task is not None:
+            threshold = thresholds[0] if thresholds else None
             return Answer(
                 outputs=task.outputs,
                 values=tuple(tuple(float(f"{number:.7g}") for number in row) for row in probabilities),

@@ -143,10 +143,10 @@ class Evaluator:
         figures = {"accuracy": accuracy, "calibration_error": self.calibration_error(predictor)}
         return HeldBack(int(counts.sum()), figures, "accuracy", f"{accuracy:.3f}", 1 - accuracy)
 
-    def threshold(self, predictor: Predictor, data: LocalData) -> float | None:
-        """The score above which a sample is an anomaly; None if no quiet sample is held back."""
+    def thresholds(self, predictor: Predictor, data: LocalData) -> tuple[float, ...]:
+        """By which a task's answers are told, as ``Measured.thresholds``; empty if nothing for them is held back."""
         counts = self.counts(predictor, data)
-        return counts.threshold if isinstance(counts, Measured) else None
+        return counts.thresholds if isinstance(counts, Measured) else ()
 
     def why_worse(self, new: Predictor, before: Predictor, data: LocalData, worse_by: float) -> str:
         """How both answer if ``new`` loses more than ``worse_by`` to ``before``; else empty."""

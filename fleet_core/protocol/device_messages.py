@@ -279,8 +279,10 @@ class Answer:
     else empty. graph: the one that answered, ``predict``, or ``embed`` or ``embed-int8`` when samples are compared.
     outputs, values: of a task: names of the numbers, and a row of them for each sample, in the user's unit; labels and
     probabilities are then empty. label_sets: of a fleet with several labels: those of each sample; outputs then names
-    the columns of probabilities, and labels and values are empty. threshold, alarms: of a fleet that detects anomalies:
-    the score above which a sample is an alarm, and whether each is; None and empty if no quiet sample is held back.
+    the columns of probabilities, and labels and values are empty. thresholds: of the probabilities, from which on each
+    label is answered; empty if no sample is held back, and all are 0.5. threshold, alarms: of a fleet that detects
+    anomalies: the score above which a sample is an alarm, and whether each is; None and empty if no quiet sample is
+    held back.
     """
 
     labels: tuple[str, ...] = ()
@@ -295,6 +297,7 @@ class Answer:
     outputs: tuple[str, ...] = field(default=(), metadata={"max_length": 1000, "sparse": True})
     values: tuple[tuple[float, ...], ...] = field(default=(), metadata={"sparse": True})
     label_sets: tuple[tuple[str, ...], ...] = field(default=(), metadata={"sparse": True})
+    thresholds: tuple[float, ...] = field(default=(), metadata={"sparse": True})
     threshold: float | None = field(default=None, metadata={"sparse": True})
     alarms: tuple[bool, ...] = field(default=(), metadata={"sparse": True})
 

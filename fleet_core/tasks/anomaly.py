@@ -199,7 +199,8 @@ class Anomaly:
         distance = float(alarms.quiet[3] / alarms.quiet[0]) if alarms.quiet[0] else 0.0
         known = {COMPARED[0].key: figures.get("auroc", {}).get("all"),
                  COMPARED[1].key: distance if alarms.quiet[0] else None}
-        return Measured(alarms.count, sums, figures, text_of(figures), distance, alarms.threshold,
+        return Measured(alarms.count, sums, figures, text_of(figures), distance,
+                        () if alarms.threshold is None else (alarms.threshold,),
                         {key: value for key, value in known.items() if value is not None})
 
 

@@ -1,7 +1,8 @@
 """Multi-label classification: a sample carries any number of labels at once, or none.
 
 A model answers with a logit for each label, whose sigmoid is the label's probability. A label is answered if its
-probability is ``THRESHOLD`` or more.
+probability is the label's threshold or more: ``THRESHOLD``, or one that a device chooses on samples that were held back
+(``thresholds``).
 
 Shapes: N samples, K labels.
 """
@@ -21,6 +22,11 @@ Array = np.ndarray[Any, Any]
 
 KIND = "multi-label"
 THRESHOLD = 0.5
+GRID = tuple(k / 20 for k in range(1, 20))
+"""Thresholds that are tried, in place of ``THRESHOLD``."""
+LEAST = 3
+"""A label has a threshold of its own if so many samples carry it and so many do not, in both halves of those that were
+held back. Chosen in benchmarks/tasks/LABELS.md."""
 NONE = "-"
 """Typed for a sample that carries none of the labels."""
 MAX_LABELS = 1000
@@ -54,9 +60,10 @@ class MultiLabel:
         """The probabilities float64 [N, K] of a model's logits."""
         return sigmoid(answers_NK)
 
-    def chosen(self, probabilities_K: Sequence[float]) -> tuple[str, ...]:
-        """The labels that are answered."""
-        return tuple(name for name, p in zip(self.outputs, probabilities_K, strict=True) if p >= THRESHOLD)
+    def chosen(self, probabilities_K: Sequence[float], thresholds_K: Sequence[float] = ()) -> tuple[str, ...]:
+        """The labels that are answered. thresholds_K: ``THRESHOLD`` without any."""
+        limits = thresholds_K or (THRESHOLD,) * len(self.outputs)
+        return tuple(name for name, p, limit in zip(self.outputs, probabilities_K, limits, strict=True) if p >= limit)
 
     def typed(self, text: str) -> list[str]:
         """A sample's labels, as ``names_of``."""
@@ -109,29 +116,38 @@ class MultiLabel:
         figures = measures(self.outputs, counts)
         sums = {name: tuple(map(float, getattr(counts, name))) for name in SUMS}
         return Measured(counts.count, sums, figures, text_of(figures), 1 - counts.micro_f1,
-                        compared={COMPARED[0].key: counts.micro_f1})
+                        () if counts.thresholds is None else tuple(map(float, counts.thresholds)),
+                        {COMPARED[0].key: counts.micro_f1})
 
 
 @dataclass(frozen=True, eq=False)
 class LabelCounts:
     """Counts over samples from which the measures follow; those of several devices are added. count: samples. true,
     answered, both: samples that carry each label, for which it is answered, and both, [K]. exact: samples [1] whose
-    answer is right in all labels."""
+    answer is right in all labels. thresholds: by which one device answers from now on, [K]."""
 
     count: int
     both: Array
     answered: Array
     true: Array
     exact: Array
+    thresholds: Array | None = None
 
     @classmethod
-    def of(cls, task: MultiLabel, y_NK: Array, probabilities_NK: Array) -> LabelCounts:
-        """The counts of answers to samples with the labels y_NK. Raises DataError for another shape or other values."""
-        true_NK, answered_NK = checked(y_NK, task.outputs) > 0, np.asarray(probabilities_NK) >= THRESHOLD
-        if true_NK.shape != answered_NK.shape:
-            raise DataError(f"{len(answered_NK)} answers to {len(true_NK)} samples", expected="one answer for each")
+    def of(cls, task: MultiLabel, y_NK: Array, probabilities_NK: Array, least: int = LEAST) -> LabelCounts:
+        """Of held-back samples in the order of time. The earlier half is answered by the thresholds of the later half,
+        and the reverse; ``thresholds`` are those of all. least: as ``LEAST``. Raises DataError for another shape or
+        other values."""
+        true_NK, p_NK = checked(y_NK, task.outputs) > 0, np.asarray(probabilities_NK)
+        if true_NK.shape != p_NK.shape:
+            raise DataError(f"{len(p_NK)} answers to {len(true_NK)} samples", expected="one answer for each")
+        earlier, later = slice(len(true_NK) // 2), slice(len(true_NK) // 2, None)
+        fewest_K = np.min([np.minimum(one.sum(0), (~one).sum(0)) for one in (true_NK[earlier], true_NK[later])], axis=0)
+        of_earlier, of_later, of_all = (np.where(fewest_K >= least, thresholds(true_NK[part], p_NK[part]), THRESHOLD)
+                                        for part in (earlier, later, slice(None)))
+        answered_NK = np.concatenate([p_NK[earlier] >= of_later, p_NK[later] >= of_earlier])
         return cls(len(true_NK), (true_NK & answered_NK).sum(0), answered_NK.sum(0), true_NK.sum(0),
-                   (true_NK == answered_NK).all(1).sum(keepdims=True))
+                   (true_NK == answered_NK).all(1).sum(keepdims=True), of_all)
 
     @property
     def f1(self) -> tuple[float | None, ...]:
@@ -160,6 +176,22 @@ def reading_of(names: Sequence[str]) -> dict[str, Any]:
 def names_of(text: str) -> list[str]:
     """Those of ``speech,music``; none of an empty text, or of ``NONE``."""
     return [name for part in text.split(",") if (name := part.strip()) not in ("", NONE)]
+
+
+def thresholds(true_NK: Array, probabilities_NK: Array) -> Array:
+    """[K]: of each label the one in ``GRID`` with the highest F1; of several the one nearest to ``THRESHOLD``.
+    true_NK: bool."""
+    nearest = sorted(GRID, key=lambda one: abs(one - THRESHOLD))
+    f1_TK = np.array([_f1(true_NK, probabilities_NK >= one) for one in nearest])
+    found: Array = np.array(nearest)[f1_TK.argmax(0)]
+    return found
+
+
+def _f1(true_NK: Array, answered_NK: Array) -> Array:
+    """[K]; 1 for a label that no sample carries and no answer names."""
+    met_K = true_NK.sum(0) + answered_NK.sum(0)
+    found: Array = np.where(met_K > 0, 2 * (true_NK & answered_NK).sum(0) / np.maximum(met_K, 1), 1.0)
+    return found
 
 
 def sigmoid(logits: Array) -> Array:

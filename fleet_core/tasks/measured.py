@@ -24,13 +24,14 @@ class Figure:
 class Measured:
     """How a model answers samples. samples: their number. sums: from which the measures follow, by name, each with a
     number for each output. figures: measure -> output -> value. text: the measure that listings show. distance: by
-    which a device compares two models, lower is better. threshold: of scores of anomalies, as in ``Alarms``. compared:
-    the figures of the task's ``COMPARED`` that are known, by key."""
+    which a device compares two models, lower is better. thresholds: by which one device answers, of each output; empty
+    where a task has none, or they are not known. compared: the figures of the task's ``COMPARED`` that are known, by
+    key."""
 
     samples: int
     sums: Mapping[str, tuple[float, ...]]
     figures: Measures
     text: str
     distance: float
-    threshold: float | None = None
+    thresholds: tuple[float, ...] = ()
     compared: Mapping[str, float] = field(default_factory=dict)

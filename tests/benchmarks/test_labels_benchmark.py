@@ -16,12 +16,6 @@ def test_the_page_has_the_figures_of_the_result() -> None:
     assert markdown.filled(page, labels.tables(result)) == page
 
 
-def test_a_labels_threshold_has_the_highest_f1_and_is_next_to_a_half() -> None:
-    y = np.array([[1, 0, 1], [1, 0, 0], [0, 0, 1], [0, 0, 0]])
-    p = np.array([[0.3, 0.2, 0.9], [0.4, 0.1, 0.1], [0.22, 0.3, 0.8], [0.1, 0.2, 0.2]])
-    assert labels.thresholds(y, p).tolist() == [0.3, 0.5, 0.5]
-
-
 def test_a_window_is_the_sum_of_recordings_of_its_digits() -> None:
     """A recording of digit k is a tone in a part of the window of its own; tones are far louder than silence."""
     digit = np.arange(10)
@@ -42,4 +36,6 @@ def test_a_window_is_the_sum_of_recordings_of_its_digits() -> None:
 
 def test_what_is_learned_from_and_what_is_measured_on_share_no_take() -> None:
     assert not set(labels.TAKES[0]) & set(labels.TAKES[1])
+    assert not set(labels.VALIDATION[0]) & set(labels.VALIDATION[1])
+    assert not {take for takes in labels.VALIDATION for take in takes} & set(labels.TAKES[1])
     assert min(labels.TAKES[0]) == 5

@@ -144,7 +144,10 @@ def test_a_device_answers_with_labels_and_their_probabilities(fleet: World, caps
     right = np.mean([[name in one.labels for name in LABELS] == list(y > 0)
                      for one, y in zip(answers, later.y, strict=True)])
     assert right > 0.5
-    assert all(one.labels == tuple(n for n, p in one.probabilities.items() if p >= 0.5) for one in answers)
+    limits = answers[0].thresholds
+    assert set(limits) == set(LABELS)
+    assert all(one.labels == tuple(n for n, p in one.probabilities.items() if p >= limits[n]) for one in answers)
+    assert all(one.thresholds == limits for one in answers)
     assert all(one.label == "" and not one.values for one in answers)
     assert all(0.5 <= one.certainty <= 1 for one in answers)
     np.save(tmp_path / "x.npy", later.x)
@@ -153,8 +156,11 @@ def test_a_device_answers_with_labels_and_their_probabilities(fleet: World, caps
     assert shown["outputs"] == list(LABELS)
     assert [tuple(one) for one in shown["label_sets"]] == [one.labels for one in answers]
     assert shown["labels"] == []
+    assert shown["thresholds"] == list(limits.values())
     device_commands.predict(tmp_path / "x.npy", home(fleet), as_json=False)
-    lines = capsys.readouterr().out.split("\n")
+    out, told = capsys.readouterr()
+    assert f"thresholds: slow {limits['slow']:g}, fast " in out + told
+    lines = out.split("\n")
     assert lines[0].split() == ["sample", "labels", "probabilities"]
     assert "slow 0." in lines[1] or "slow 1." in lines[1]
     assert any(" none " in line for line in lines)
@@ -285,14 +291,18 @@ def test_http_answers_with_probabilities_and_takes_samples_with_labels(fleet: Wo
 
     status, about = asked("")
     assert status == 200
-    assert about["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, 3]}]
+    assert about["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, 3]},
+                                {"name": "answered", "datatype": "BOOL", "shape": [-1, 3]}]
     assert about["labels"] == list(LABELS)
     assert "classes" not in about
     later = drawn(60, 3)
     status, found = asked("/infer", x=later.x)
-    (values,) = found["outputs"]
+    values, answered = found["outputs"]
     assert (values["name"], values["datatype"], values["shape"]) == ("probabilities", "FP32", [3, 3])
     np.testing.assert_allclose(np.reshape(values["data"], (3, 3)), service.predict(later.x), atol=1e-5)
+    assert (answered["name"], answered["datatype"], answered["shape"]) == ("answered", "BOOL", [3, 3])
+    sets = service.answers(later.x).label_sets
+    assert answered["data"] == [name in names for names in sets for name in LABELS]
     status, kept = asked("/samples", x=later.x, labels=later.y.astype(np.uint8))
     assert (status, kept["added"]) == (200, 3)
     np.testing.assert_array_equal(service.local().every().y[-3:], later.y)
@@ -356,6 +366,6 @@ def test_stored_samples_get_lists_of_labels_over_http_and_in_review(
 def test_two_agents_learn_over_the_embedded_broker(tmp_path: Path) -> None:
     with SEVERAL.live(tmp_path, 3) as made:
         found = outcome.of_fleet(made.folder)
-        before, after = (found["task"][stage]["measures"]["micro_f1"]["all"] for stage in ("before", "after"))
-        assert after > before
+        for stage in ("before", "after"):
+            assert found["task"][stage]["measures"]["micro_f1"]["all"] > 0.8  # 0.67 by answering every label
         assert found["rounds"][-1]["task"]["samples"] == 48

@@ -19,10 +19,14 @@ import httpx2
 import numpy as np
 import pytest
 
+from cloud_server.commands import cli
+from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_tables import Device, Evaluation
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.results.result import validate
+from cloud_server.running.demo_setup import Options, demo_fleet_toml, write_devices
+from fleet_core.data.samples import load
 from tests.support.programs import (
     Program,
     Programs,
@@ -273,6 +277,60 @@ def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(demo: Run,
     assert validate(result) == []
     assert len(result["personalization"]) == 4
     assert alive(pids) == set()
+
+
+# Tasks without classes ------------------------------------------------------------------------------------------------
+
+
+def recordings(path: Path, truths: dict[str, Any]) -> Path:
+    """Three devices with 60 windows each of 16 readings, with these truths in place of classes."""
+    x = np.random.default_rng(0).normal(size=(180, 1, 16)).astype(np.float32)
+    np.savez(path, x=x, client=np.repeat(["a", "b", "c"], 60), time=np.tile(np.arange(60.0), 3), **truths)
+    return path
+
+
+SPIKED = np.where(np.arange(180) % 5 == 4, "V", "N")
+BITS = np.arange(360).reshape(180, 2) % 2 > 0
+TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "regression": ({"y": np.arange(180) / 7, "outputs": np.array(["load"])}, {}),
+    "multi-label": ({"y": BITS, "labels": np.array(["speech", "music"])}, {}),
+    "anomaly": ({"y": SPIKED}, {"normal": "N"}),
+    "anomaly without labels": ({}, {"per_day": 5.0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_devices_of_a_demo_have_the_samples_that_its_task_reads(name: str, tmp_path: Path) -> None:
+    arrays, asked = TASKS[name]
+    data = recordings(tmp_path / "all.npz", arrays)
+    options = Options(devices=2, new_devices=1, data=str(data), task=name.split()[0], method="fedavg-meta", **asked)
+    made = create_fleet(tmp_path / "fleet", demo_fleet_toml(options), cli._export)
+    training, joining = write_devices(options, tmp_path, made)
+    assert [home.name for home in (*training, *joining)] == ["a", "b", "c"]
+    task = made.config.model.task
+    assert task is not None
+    assert task.kind == options.task
+    own = load(training[1] / "samples.npz", **task.reading)
+    np.testing.assert_array_equal(own.x, np.load(data)["x"][60:120])
+    wanted = arrays.get("y", np.zeros(180))[60:120]
+    truths = wanted == "V" if name == "anomaly" else wanted
+    np.testing.assert_array_equal(own.y.reshape(60, -1), np.reshape(truths, (60, -1)))
+
+
+@pytest.mark.slow
+def test_a_demo_without_classes_shows_the_measure_of_its_task(tmp_path: Path) -> None:
+    data, out = recordings(tmp_path / "all.npz", TASKS["multi-label"][0]), tmp_path / "run"
+    done = run_to_end(metafleet("demo", "--devices", 2, "--new-devices", 1, "--rounds", 1, "--data", data, "--task",
+                                "multi-label", "--out", out))
+    assert done.returncode == 0, done.stderr
+    assert "no baseline: it is for classes" in done.stderr
+    assert "micro-F1" in done.stdout
+    assert "micro-F1" in (out / "report.html").read_text()
+    result = json.loads((out / "result.json").read_text())
+    assert validate(result) == []
+    assert result["method"] == "fedavg-meta"
+    assert {row["device"] for row in result["personalization"]} == {"a", "b", "c"}
 
 
 # The README's walkthrough ---------------------------------------------------------------------------------------------

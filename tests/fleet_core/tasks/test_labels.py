@@ -20,7 +20,7 @@ P = np.clip(Y + RNG.normal(0, 0.45, Y.shape), 0, 1)
 
 
 def test_measures_are_those_of_their_definitions() -> None:
-    found = LabelCounts.of(TASK, Y, P)
+    found = LabelCounts.of(TASK, Y, P, least=51)
     answered = P >= 0.5
     for k, f1 in enumerate(found.f1):
         right = int((Y[:, k] & answered[:, k]).sum())
@@ -35,10 +35,37 @@ def test_measures_are_those_of_their_definitions() -> None:
 
 
 def test_counts_of_devices_are_added_to_those_of_all_samples() -> None:
-    whole, parts = TASK.measured(Y, P), [TASK.measured(Y[:20], P[:20]), TASK.measured(Y[20:], P[20:])]
-    samples, figures = labels.pooled(TASK.outputs, [(one.samples, one.sums) for one in parts])
+    whole, parts = (LabelCounts.of(TASK, Y, P, 51), [LabelCounts.of(TASK, Y[part], P[part], 51)
+                                                     for part in (slice(20), slice(20, None))])
+    samples, figures = labels.pooled(TASK.outputs, [
+        (one.count, {name: getattr(one, name) for name in labels.SUMS}) for one in parts])
     assert samples == 50
-    assert figures == whole.figures
+    assert figures == labels.measures(TASK.outputs, whole)
+
+
+def test_a_labels_threshold_has_the_highest_f1_and_is_the_nearest_to_a_half() -> None:
+    y = np.array([[1, 0, 1], [1, 0, 0], [0, 0, 1], [0, 0, 0]]) > 0
+    p = np.array([[0.3, 0.2, 0.9], [0.4, 0.1, 0.1], [0.22, 0.3, 0.8], [0.1, 0.2, 0.2]])
+    assert labels.thresholds(y, p).tolist() == [0.3, 0.5, 0.5]
+
+
+def test_each_half_is_answered_by_the_thresholds_of_the_other() -> None:
+    """The first label wants 0.2 in the earlier half and 0.7 in the later one; the second is carried too seldom for a
+    threshold of its own."""
+    y = np.array([[1, 1, 0], [0, 0, 1]] * 4 + [[1, 0, 1], [0, 0, 0]] * 4)
+    p = np.full((16, 3), 0.3)
+    p[:, 0] = [0.2, 0.18] * 4 + [0.7, 0.66] * 4
+    p[:, 2] = np.where(y[:, 2], 0.9, 0.1)
+    found = LabelCounts.of(TASK, y, p, least=3)
+    assert found.answered.tolist() == [0 + 8, 0, 8]  # by 0.7 nothing, by 0.2 everything
+    assert found.both.tolist() == [4, 0, 8]
+    assert found.thresholds is not None
+    assert found.thresholds.tolist() == [*labels.thresholds(y > 0, p).tolist()[:1], 0.5, 0.5]
+    assert TASK.measured(y, p).thresholds == tuple(found.thresholds)
+    few = LabelCounts.of(TASK, y, p, least=5)
+    assert few.thresholds is not None
+    assert few.thresholds.tolist() == [0.5, 0.5, 0.5]
+    assert few.answered.tolist() == [8, 0, 8]
 
 
 def test_counts_travel_as_json_and_come_back() -> None:
@@ -84,6 +111,7 @@ def test_logits_of_any_size_become_probabilities() -> None:
     np.testing.assert_allclose(sigmoid(np.array([-1e5, -2.0, 0.0, 2.0, 1e5])),
                                [0, 1 / (1 + np.exp(2)), 0.5, 1 / (1 + np.exp(-2)), 1])
     assert TASK.chosen([0.5, 0.49, 0.9]) == ("speech", "rain")
+    assert TASK.chosen([0.5, 0.49, 0.9], (0.6, 0.4, 0.9)) == ("music", "rain")
 
 
 def test_a_layout_with_labels_is_read_again_and_an_unknown_task_is_refused() -> None:
