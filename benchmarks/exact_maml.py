@@ -6,7 +6,7 @@ CPU seconds of one thread for each client and step, the ways in turn, as multipl
 batch; and how far each gradient is from the one in double precision, relative to its norm. The product's way
 differentiates through the inner step (``gradients.maml_exact``). The others compute ∇query(w') − lr·H(w)·∇query(w'),
 w' = w − lr·∇support(w), with the Hessian-vector product by two backward passes (``gradients.hessian_product``) or by a
-forward pass over a backward pass. Clients together are stacked, as an experiment's ``side_by_side`` does.
+forward pass over a backward pass. Clients together are stacked, as an experiment does with small networks.
 """
 
 from __future__ import annotations
