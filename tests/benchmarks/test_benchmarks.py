@@ -314,6 +314,7 @@ def test_updates_per_second_use_the_median_round_and_processor_time_all_rounds_b
     assert simulated.summary(runs) == {"seconds": {"ours": 2.0}, "ratio": 4.0}
 
 
+@pytest.mark.slow
 def test_what_subnormals_cost_is_of_the_same_step_in_turn() -> None:
     found = subnormals.beside(0.0, 1, length=4)
     assert min(found.values()) > 0

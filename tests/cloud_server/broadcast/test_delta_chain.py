@@ -224,6 +224,7 @@ def test_the_broker_keeps_the_deltas_of_the_chain_and_no_others(fleet: Any) -> N
     assert named[-1] < 6, "those of the first rounds do not pay any more"
 
 
+@pytest.mark.slow
 def test_a_device_that_joins_begins_with_the_seed(fleet: Any) -> None:
     w = fleet(rounds=40)
     run_to(w, 1)

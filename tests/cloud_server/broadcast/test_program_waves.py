@@ -51,6 +51,7 @@ def retained(fleet: UpdatingFleet) -> list[str]:
             if payload and topic.startswith((topics.program(top), topics.blobs(top).rstrip("#")))]
 
 
+@pytest.mark.slow
 def test_waves_follow_each_other_and_nothing_of_the_program_stays_at_the_broker(make: Make) -> None:
     fleet = make()
     before = set(retained(fleet))

@@ -36,6 +36,8 @@ from tests.support.cli import typing
 from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 
+pytestmark = pytest.mark.slow
+
 SPIKE = 4.0
 
 
@@ -118,7 +120,6 @@ def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", ["fedavg-meta", "pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])
-@pytest.mark.slow
 def test_methods_without_classes_serve_a_fleet_that_detects_anomalies(tmp_path: Path, method: str) -> None:
     fleet = QUIET.trained(tmp_path, rounds=2, method=method, hyper="client_lr = 0.01" if method == "pfedme" else "")
     assert fleet.closed() == 2
@@ -352,7 +353,6 @@ def test_the_bundle_holds_the_task(fleet: World) -> None:
     assert graph.golden["predict"].shape[1] == 16
 
 
-@pytest.mark.slow
 def test_two_agents_raise_alarms_after_learning_over_the_embedded_broker(tmp_path: Path) -> None:
     with QUIET.live(tmp_path, 3) as made:
         assert outcome.of_fleet(made.folder)["rounds"][-1]["task"]["samples"] == 40

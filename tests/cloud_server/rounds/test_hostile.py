@@ -100,7 +100,8 @@ def test_the_servers_dual_stays_the_mean_of_the_devices_duals(
     w.close()
 
 
-@pytest.mark.parametrize("rule", ["none", "clip", pytest.param("median", marks=pytest.mark.slow), "krum", "history"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["none", "clip", "median", "krum", "history"])
 def test_an_aggregator_that_was_killed_closes_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:

@@ -37,6 +37,8 @@ from tests.support.cli import typing
 from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 
+pytestmark = pytest.mark.slow
+
 LABELS = ("slow", "fast", "high")
 
 
@@ -263,7 +265,6 @@ def test_a_fleet_half_without_torch_ends_where_one_with_torch_ends(tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", ["pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])
-@pytest.mark.slow
 def test_methods_without_classes_serve_a_fleet_of_labels(tmp_path: Path, method: str) -> None:
     fleet = SEVERAL.trained(tmp_path, rounds=2, method=method)
     assert fleet.closed() == 2
@@ -362,7 +363,6 @@ def test_stored_samples_get_lists_of_labels_over_http_and_in_review(
     np.testing.assert_array_equal(service.local().every().y[-2:], [[1, 0, 1], [0, 0, 0]])
 
 
-@pytest.mark.slow
 def test_two_agents_learn_over_the_embedded_broker(tmp_path: Path) -> None:
     with SEVERAL.live(tmp_path, 3) as made:
         found = outcome.of_fleet(made.folder)

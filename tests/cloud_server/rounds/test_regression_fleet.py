@@ -39,6 +39,8 @@ from tests.support.inprocess import World
 from tests.support.task_fleets import NAMES, TaskFleet, home
 from tests.support.train_graphs import train_graph
 
+pytestmark = pytest.mark.slow
+
 OUTPUTS = ("speed", "load")
 
 
@@ -278,7 +280,6 @@ def test_a_device_without_torch_takes_the_gradient_steps_by_the_graph(tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["pfldyn-maml", "per-fedavg-fo", "pfedme", "fedper", "scaffold"])
-@pytest.mark.slow
 def test_methods_without_classes_serve_a_fleet_of_numbers(tmp_path: Path, method: str) -> None:
     fleet = NUMBERS.trained(tmp_path, rounds=2, method=method)
     assert fleet.closed() == 2
@@ -367,7 +368,6 @@ def test_metrics_and_rows_have_the_errors(fleet: World) -> None:
     assert 'metafleet_agent_mean_absolute_error{stage="after",output="speed"} ' in page
 
 
-@pytest.mark.slow
 def test_two_agents_learn_over_the_embedded_broker(tmp_path: Path) -> None:
     with NUMBERS.live(tmp_path, 3) as made:
         found = outcome.of_fleet(made.folder)

@@ -163,6 +163,7 @@ def rolled_back(worse: World, folder: Path, at: int | None, asked: bool) -> tupl
     return w, death
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [False, True])
 def test_an_aggregator_killed_at_any_act_between_decision_and_publication_goes_back_once_and_says_why(
     worse: World, tmp_path: Path, asked: bool

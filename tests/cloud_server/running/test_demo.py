@@ -42,6 +42,8 @@ from tests.support.programs import (
 )
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 FEW = ("--devices", 3, "--new-devices", 1)
 COUNTERS = ("payload_bytes", "mqtt_bytes", "wire_bytes")
 
@@ -71,7 +73,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
 # A demo --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_demo_ends_with_a_table_a_valid_result_and_a_page(demo: Run) -> None:
     assert validate(demo.result) == []
     assert [row["round"] for row in demo.result["rounds"]] == [1, 2]
@@ -107,7 +108,6 @@ def begin(demo: Run, folder: Path, **options: Any) -> list[str]:
                      "--out", folder)
 
 
-@pytest.mark.slow
 def test_a_demo_opens_its_console_in_the_browser_of_the_user(demo: Run, programs: Programs, tmp_path: Path) -> None:
     """The browser is a script that keeps the page, and that ends before ``webbrowser.open`` returns."""
     browser, seen, out = tmp_path / "browser", tmp_path / "seen.html", tmp_path / "run"
@@ -131,7 +131,6 @@ def test_a_demo_opens_its_console_in_the_browser_of_the_user(demo: Run, programs
         httpx2.get(url)
 
 
-@pytest.mark.slow
 def test_the_report_of_a_demo_is_self_contained_and_made_again_by_report(demo: Run, tmp_path: Path) -> None:
     page = (demo.folder / "report.html").read_text()
     assert page.startswith("<!")
@@ -176,7 +175,6 @@ def test_a_device_holds_its_own_samples_and_nobody_elses(demo: Run) -> None:
             assert set(own["client"]) == {name}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["d0", "d3"])
 def test_a_device_of_a_demo_answers_and_personalizes_without_torch(demo: Run, tmp_path: Path, device: str) -> None:
     np.save(tmp_path / "one.npy", np.eye(3, 8, dtype=np.float32)[2] * 3)
@@ -195,7 +193,6 @@ def test_a_device_of_a_demo_answers_and_personalizes_without_torch(demo: Run, tm
         assert not {"torch", "onnx"} & imported
 
 
-@pytest.mark.slow
 def test_the_same_command_on_a_finished_run_changes_no_round(demo: Run, tmp_path: Path) -> None:
     out = shutil.copytree(demo.folder, tmp_path / "run")
     data = demo.folder.with_name("data.npz")
@@ -222,7 +219,6 @@ def started(
     return program, command, descendants(program.process.pid)
 
 
-@pytest.mark.slow
 def test_a_demo_that_was_interrupted_leaves_nobody_and_continues_to_its_end(demo: Run, programs: Programs) -> None:
     rounds, out = 16, programs.folder / "run"
     program, command, pids = started(demo, programs, rounds, baseline=True)
@@ -255,7 +251,6 @@ def check_baseline(result: dict[str, Any]) -> None:
         assert row["after"]["accuracy"] > 0.5
 
 
-@pytest.mark.slow
 def test_a_demo_that_is_killed_takes_its_processes_with_it(demo: Run, programs: Programs) -> None:
     program, _, pids = started(demo, programs, 500)
     program.process.kill()
@@ -263,7 +258,6 @@ def test_a_demo_that_is_killed_takes_its_processes_with_it(demo: Run, programs: 
     witness.until(lambda: not alive(pids))
 
 
-@pytest.mark.slow
 def test_a_demo_on_the_embedded_broker_survives_the_death_of_an_agent(demo: Run, programs: Programs) -> None:
     out = programs.folder / "run"
     program, _, pids = started(demo, programs, 15, METAFLEET_BROKER="embedded")
@@ -299,7 +293,6 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_devices_of_a_demo_have_the_samples_that_its_task_reads(name: str, tmp_path: Path) -> None:
     arrays, asked = TASKS[name]
@@ -318,7 +311,6 @@ def test_devices_of_a_demo_have_the_samples_that_its_task_reads(name: str, tmp_p
     np.testing.assert_array_equal(own.y.reshape(60, -1), np.reshape(truths, (60, -1)))
 
 
-@pytest.mark.slow
 def test_a_demo_without_classes_shows_the_measure_of_its_task(tmp_path: Path) -> None:
     data, out = recordings(tmp_path / "all.npz", TASKS["multi-label"][0]), tmp_path / "run"
     done = run_to_end(metafleet("demo", "--devices", 2, "--new-devices", 1, "--rounds", 1, "--data", data, "--task",
@@ -336,7 +328,6 @@ def test_a_demo_without_classes_shows_the_measure_of_its_task(tmp_path: Path) ->
 # The README's walkthrough ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_users_own_fleet_is_made_by_the_commands_of_the_readme(programs: Programs) -> None:
     fleet, data = programs.folder / "greenhouse", write_samples(programs.folder / "samples.npz")
     done = run_to_end(metafleet("init", fleet, "--data", data, "--rounds", 2, "--no-train-graph", "--no-trial"))

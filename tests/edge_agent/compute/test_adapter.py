@@ -109,6 +109,7 @@ def test_a_child_process_takes_the_steps_without_torch_and_ends(
         os.kill(started[0], 0)
 
 
+@pytest.mark.slow
 def test_a_killed_child_process_ends_the_job_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = device(tmp_path, "fedavg-meta")
     begin, before = AdapterProcess._start, service.answers(toy(2).x[:4])

@@ -105,6 +105,7 @@ def test_a_fleet_without_the_graph_does_not_ask_a_device_without_torch_and_says_
     w.close()
 
 
+@pytest.mark.slow
 def test_a_graph_of_another_estimator_than_the_fleets_is_not_published(tmp_path: Path) -> None:
     """fleet.toml was changed after 'metafleet init'; another 'init' makes the graph anew."""
     w = world(tmp_path, config_text("pfldyn-proto", rounds=1, devices=1), train_graph=True)

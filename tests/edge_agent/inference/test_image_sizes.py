@@ -133,6 +133,7 @@ def test_a_photo_has_the_same_bits_over_every_path(
     assert all(np.array_equal(one, wanted) for one in added)
 
 
+@pytest.mark.slow
 def test_a_device_learns_from_a_folder_as_the_fleet_did(service: Service, photos: Path) -> None:
     trained, _ = load_data(str(photos), size="24x16", fit=service.layout.input.fit)
     own = service.local().every()

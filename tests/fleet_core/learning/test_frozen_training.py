@@ -140,6 +140,7 @@ def test_the_backward_pass_ends_at_the_first_layer_that_moves(moves: Sequence[st
     assert result.flops == samples * sum(f * (1 + b) for f, b in zip(FORWARD, backward, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "feddyn", "pfedme", "pfldyn-proto", "metavers", "per-fedavg-exact",
                                   "per-fedavg-fo", "fedper", "knn-per"])
 @pytest.mark.parametrize("moves", [["layers.2", "head"], ["layers.0", "head"], ["layers.1"]])

@@ -277,6 +277,7 @@ LOCAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("local", LOCAL)
@@ -329,6 +330,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "__float__", lambda self: 1.0 if self.is_meta else number(self))
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.usefixtures("as_on_a_gpu")

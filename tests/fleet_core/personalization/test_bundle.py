@@ -66,6 +66,7 @@ def test_a_bundle_is_read_as_it_was_written(tmp_path: Path, name: str, form: str
 ANSWERING = sorted(METHODS.keys() - {"fedproto"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERING)
 def test_every_method_that_answers_without_training_has_a_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -16,6 +16,8 @@ from fleet_core.robust.screening import RULES, Screening
 from fleet_core.robust.settings import HISTORY, KRUM, NONE, REPLACING, RobustSection
 from tests.support.quadratics import QuadraticFleet, average, dyn, int8, scaf, vector
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "device-3"
 Made = Callable[..., QuadraticFleet]
 KINDS: dict[str, tuple[Made, str]] = {"dyn": (dyn, "feddyn"), "scaf": (scaf, "scaffold")}

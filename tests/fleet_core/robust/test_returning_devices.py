@@ -28,6 +28,7 @@ def converged(kind: str, first: int, **how: Any) -> QuadraticFleet:
     return fleet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", [0, 3, 10])
 def test_a_device_that_was_away_or_joins_late_is_counted_and_the_fleet_finds_the_minimum_of_all(

@@ -30,7 +30,7 @@ from fleet_core.tasks.task import Task, together
 from tests.support import lab
 from tests.support.task_fleets import FP32, NAMES, TaskFleet
 
-pytestmark = pytest.mark.usefixtures("no_fsync", "torch_threads")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_fsync", "torch_threads")]
 
 LABELS = ("low", "high")
 COUNT = 60
