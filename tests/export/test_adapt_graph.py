@@ -273,6 +273,7 @@ def test_the_gate_refuses_steps_that_would_be_wrong(edit: Callable[[onnx.ModelPr
         gate.check(replace(graph, adapt=model.SerializeToString()), network_of(graph))
 
 
+@pytest.mark.slow
 def test_the_gate_refuses_golden_steps_that_the_graph_does_not_make() -> None:
     graph = made("mlp")
     gate.check(graph, network_of(graph))
@@ -286,6 +287,7 @@ def test_the_gate_refuses_golden_steps_that_the_graph_does_not_make() -> None:
 # In a bundle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "rates"])
 def test_a_bundle_with_steps_survives_its_bytes(name: str) -> None:
     graph = made(name)

@@ -246,6 +246,7 @@ def test_a_method_that_shares_a_head_alone_sends_it_as_a_seed_and_by_deltas(flee
     assert max(fetched(w, name, 6) for name in missing(w, 6)) < whole(w)
 
 
+@pytest.mark.slow
 def test_where_first_weights_are_no_seed_a_device_that_joins_gets_the_whole(fleet: Any) -> None:
     w = fleet(rounds=40, seed=5)  # the weights were drawn from seed 0
     run_to(w, 5)

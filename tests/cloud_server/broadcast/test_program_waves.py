@@ -21,6 +21,8 @@ from tests.support.fake_root import an_update
 from tests.support.inprocess import Killed, config_text, without_fsync, world
 from tests.support.updating import NEW, UpdatingFleet, begin, signing
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("a", "b", "c")
 Make = Callable[..., UpdatingFleet]
 
@@ -51,7 +53,6 @@ def retained(fleet: UpdatingFleet) -> list[str]:
             if payload and topic.startswith((topics.program(top), topics.blobs(top).rstrip("#")))]
 
 
-@pytest.mark.slow
 def test_waves_follow_each_other_and_nothing_of_the_program_stays_at_the_broker(make: Make) -> None:
     fleet = make()
     before = set(retained(fleet))
@@ -88,7 +89,6 @@ def test_as_many_failures_as_are_allowed_do_not_halt(make: Make) -> None:
     assert (fleet.update.of("failed"), fleet.update.of("done")) == (["a"], ["b", "c"])
 
 
-@pytest.mark.slow
 def test_a_device_that_says_nothing_in_time_has_failed(make: Make) -> None:
     fleet = make({"a": ("silent", "")})
     fleet.begin(package(fleet), NAMES, sizes=(1,), within_s=100.0)

@@ -133,6 +133,7 @@ def test_a_wrong_password_is_told_without_quoting_it(tmp_path: Path, broker: Mos
     assert "falsche-ente" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_enrolling_with_a_password_writes_a_home_that_only_its_owner_reads(tmp_path: Path) -> None:
     folder = founded(tmp_path, "mqtts://broker.example.org:8883")
     home = folder / "d0"

@@ -32,6 +32,8 @@ from fleet_core.personalization.gradient_steps import steps_of
 from tests.support.bundles import bundle_of, graph_of, plain, samples, served_fleet, served_params
 from tests.support.cli import Run, runner
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
@@ -48,7 +50,6 @@ def layout_of(fleet: Path) -> Layout:
     return graph_bundle.unpack((fleet / "graph.safetensors").read_bytes()).layout
 
 
-@pytest.mark.slow
 def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run, tmp_path: Path) -> None:
     code, out, err = run("export", fleet, "--to", tmp_path / "b", "--json")
     assert code == 0, err
@@ -76,7 +77,6 @@ def test_a_fleets_served_model_is_written_and_found_sound(fleet: Path, run: Run,
     assert "not signed" in run("bundle", "verify", tmp_path / "b")[1]
 
 
-@pytest.mark.slow
 def test_where_the_fleets_key_is_not_a_bundle_is_not_signed_and_says_so(
     fleet: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -88,7 +88,6 @@ def test_where_the_fleets_key_is_not_a_bundle_is_not_signed_and_says_so(
         device_bundle.read(tmp_path / "b", signed=True)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_gives_the_served_model_of_its_round(fleet: Path, run: Run, tmp_path: Path) -> None:
     state = fleet / "state" / "round-000000003.safetensors"
     code, _, err = run("export", state, "--to", tmp_path / "b.bundle", "--stored", "fp16")
@@ -100,7 +99,6 @@ def test_a_checkpoint_gives_the_served_model_of_its_round(fleet: Path, run: Run,
         np.testing.assert_array_equal(array, storage.flatten(wanted)[key].astype(np.float16).astype(np.float32))
 
 
-@pytest.mark.slow
 def test_an_int8_encoder_comes_with_its_cost(fleet: Path, run: Run, tmp_path: Path) -> None:
     save(tmp_path / "data.npz", samples(90, seed=1))
     code, out, err = run("export", fleet, "--to", tmp_path / "b", "--int8", tmp_path / "data.npz", "--json")
@@ -142,7 +140,6 @@ def test_data_that_do_not_calibrate_are_refused(fleet: Path, run: Run, tmp_path:
 # What is not written --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(fleet: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "elsewhere").write_text("")
@@ -181,7 +178,6 @@ def test_a_damaged_or_foreign_model_is_refused(run: Run, tmp_path: Path) -> None
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["with torch", "without torch"])
 def test_a_bundle_that_fails_the_gate_is_not_written(
     fleet: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
@@ -219,7 +215,6 @@ def whole_of(graph: Graph, name: str, **hyper: Any) -> Bundle:
     return making.whole(served, graph, stored="fp32", data=None, say=lambda line: None)
 
 
-@pytest.mark.slow
 def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -234,7 +229,6 @@ def test_a_fleet_whose_graph_has_no_steps_yet_gets_them_at_export(monkeypatch: p
     assert asked == ["fedper"]
 
 
-@pytest.mark.slow
 def test_a_method_that_must_not_step_has_no_steps_in_its_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="cannot answer with fedper"):
         whole_of(graph_of("fedper"), "fedper", finetune_steps=0)
@@ -255,7 +249,6 @@ def test_a_bundle_that_is_not_sound_is_reported(run: Run, tmp_path: Path) -> Non
     assert "embed.onnx has another sha256" in err
 
 
-@pytest.mark.slow
 def test_where_there_is_no_torch_it_is_reported_that_nothing_was_compared(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1554,6 +1554,7 @@ def test_a_large_cohort_is_announced_by_its_rule_and_counted_in_a_blob(fleet, mo
 # i. questions -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pfldyn-proto", "per-fedavg-fo"])
 def test_a_question_over_mqtt_is_answered_by_the_personalized_model(fleet, method):
     w = fleet(method, rounds=6)

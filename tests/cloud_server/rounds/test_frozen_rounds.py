@@ -89,6 +89,7 @@ def weights(w: World, name: str) -> dict[str, bytes]:
 # By patterns ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_signed_manifest_says_what_is_trained_and_what_a_delta_has(fleet: Callable[..., World]) -> None:
     w = fleet(HEAD, rounds=3)
     start(w, "d0", "d1", "d2")

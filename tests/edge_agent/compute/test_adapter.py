@@ -126,6 +126,7 @@ def test_a_killed_child_process_ends_the_job_with_an_error(tmp_path: Path, monke
     assert service.answers(toy(2).x[:4]) == before
 
 
+@pytest.mark.slow
 def test_of_many_samples_a_stratified_subset_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "MAX_SUPPORT", 12)
     monkeypatch.setattr(adapter, "run", adapter.handle)

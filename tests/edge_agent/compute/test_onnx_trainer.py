@@ -115,6 +115,7 @@ def test_a_graph_of_another_estimator_than_the_fleets_is_not_published(tmp_path:
     assert training_graph.read(other, layout) is None
 
 
+@pytest.mark.slow
 def test_a_round_syncs_to_the_disk_only_what_a_power_cut_must_not_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

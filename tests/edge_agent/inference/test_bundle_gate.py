@@ -130,6 +130,7 @@ def test_a_graph_that_would_give_wrong_numbers_is_refused(graph: str, edit: Edit
         bundle_check.check(edited(graph, edit))
 
 
+@pytest.mark.slow
 def test_steps_that_do_nothing_are_refused_even_where_the_golden_outputs_hardly_change() -> None:
     """The tolerance of the logits does not hide that nothing was learned."""
     made = edited("adapt", becomes(STEP, "Identity", f"now/{BIAS}"))

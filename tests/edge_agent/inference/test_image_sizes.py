@@ -34,6 +34,8 @@ from fleet_core.model.layout import Layout
 from fleet_core.protocol.device_messages import Question
 from tests.support import homes
 
+pytestmark = pytest.mark.slow
+
 METHOD = "pfldyn-proto"
 SIZES = ((40, 30), (24, 16), (7, 50), (9, 9), (64, 64), (31, 17))
 
@@ -98,7 +100,6 @@ def asked(service: Service, what: str, tensors: list[dict[str, Any]], binary: by
     return json.loads(response.body)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_a_photo_has_the_same_bits_over_every_path(
     service: Service, photos: Path, tmp_path: Path, seen: list[Any], number: int
@@ -133,7 +134,6 @@ def test_a_photo_has_the_same_bits_over_every_path(
     assert all(np.array_equal(one, wanted) for one in added)
 
 
-@pytest.mark.slow
 def test_a_device_learns_from_a_folder_as_the_fleet_did(service: Service, photos: Path) -> None:
     trained, _ = load_data(str(photos), size="24x16", fit=service.layout.input.fit)
     own = service.local().every()

@@ -43,6 +43,7 @@ both = pytest.mark.parametrize("build", [dyn, scaf])
 # PFLDyn and PFLScaf reach the minimiser of the mean, averaging does not (identity 3) ----------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("penalty", "rounds"), [(MU, 220), (1.0, 120), (SMOOTHNESS, 90)])
 def test_pfldyn_with_all_devices_finds_the_minimiser_of_the_mean(penalty: float, rounds: int) -> None:
     fleet = dyn(penalty)
@@ -60,6 +61,7 @@ def test_pfldyn_with_two_of_eight_devices_finds_it_too(penalty: float, rounds: i
     assert fleet.error < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("local_steps", "rounds"), [(1, 70), (5, 70), (10, 130), (15, 200)])
 def test_pflscaf_with_all_devices_finds_it(local_steps: int, rounds: int) -> None:
     """Up to Kβ = 15/L."""
@@ -182,6 +184,7 @@ def test_a_device_that_enrols_brings_a_dual_of_zero_and_the_server_must_know(
     assert right or fleet.error > 0.01
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(("told", "right"), [(True, True), (False, False)])
 def test_a_device_that_leaves_starts_every_dual_again(build: Build, told: bool, right: bool) -> None:

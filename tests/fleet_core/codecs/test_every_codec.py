@@ -207,6 +207,7 @@ def equal(left: Arrays, right: Arrays) -> bool:
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every
 @settings(deadline=None, max_examples=30)
 @given(flat=MODELS)
@@ -279,6 +280,7 @@ def test_arbitrary_bytes_are_refused(name: str, data: bytes, kind: bytes) -> Non
         payloads.decode(name, kind + data, LAYOUT, GROUPS)
 
 
+@pytest.mark.slow
 @framed
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=800))

@@ -209,6 +209,7 @@ def round_of(name: str, *samples: Any, **hyper: Any) -> TrainResult:
     return Fleet(name, hyper_of(name, **{**SMALL, **hyper}), samples or [toy_samples()], toy_layout()).trained()[0]
 
 
+@pytest.mark.slow
 @every_method
 def test_equal_generators_give_equal_bits(name: str) -> None:
     one, other = fleet(name), fleet(name)

@@ -46,6 +46,7 @@ def same(left: Any, right: Any) -> bool:
     return list(flat) == list(other) and all(np.array_equal(flat[key], other[key]) for key in flat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_bundle_is_read_as_it_was_written(tmp_path: Path, name: str, form: str) -> None:
@@ -198,6 +199,7 @@ def writer(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_killed_export_left_is_deleted_by_the_next_and_nothing_else_is(
     tmp_path: Path, writer: Callable[[str], subprocess.Popen[str]], form: str

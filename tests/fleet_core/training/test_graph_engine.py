@@ -26,7 +26,7 @@ from fleet_core.training.local_round import TrainResult
 from tests.support.simulation import Fleet, Samples, hyper_of, max_difference, toy_layout, toy_samples
 from tests.support.train_graphs import ABLE, opened, train_graph
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 STEPS: dict[str, Any] = {
     "local_steps": 20, "batch": 20, "support_batch": 10, "query_batch": 10, "inner_steps": 2, "shots": 3,
@@ -93,7 +93,6 @@ def distance(one: Params, other: Params) -> float:
 
 
 @pytest.mark.parametrize("name", ABLE)
-@pytest.mark.slow
 def test_the_update_of_twenty_steps_is_torchs(name: str) -> None:
     """And the state that follows, in a device's second round: of the dual, the control, the personal groups."""
     by_torch, found = both(name, rounds=2)
@@ -111,7 +110,6 @@ def test_the_update_of_twenty_steps_is_torchs(name: str) -> None:
     assert all(a.dtype == np.float32 for named in found.update.groups.values() for a in named.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "model", "task"), [
     *((name, "mlp", "huber") for name in ABLE if not METHODS[name].needs_classes),
     *((name, "mlp", "squared") for name in ESTIMATORS), *((name, "cnn1d", "huber") for name in ESTIMATORS),
@@ -126,7 +124,6 @@ def test_the_update_of_a_task_is_torchs(name: str, model: str, task: str) -> Non
     assert found.loss == pytest.approx(by_torch.loss, rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pfldyn-proto", "per-fedavg-exact", "scaffold"])
 def test_frozen_arrays_stay_and_are_not_sent(name: str) -> None:
     moving = Moving(frozenset({"body/layers.0.weight"}))
@@ -135,7 +132,6 @@ def test_frozen_arrays_stay_and_are_not_sent(name: str) -> None:
     assert "layers.0.weight" not in found.update.groups["body"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "per-fedavg-exact", "per-fedavg-hf"])
 def test_a_batch_in_passes_of_unequal_size_gives_the_same_update(name: str) -> None:
     by_torch, found = both(name, pass_of=3)
@@ -143,7 +139,6 @@ def test_a_batch_in_passes_of_unequal_size_gives_the_same_update(name: str) -> N
     assert found.loss == pytest.approx(by_torch.loss, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_no_pass_is_larger_than_the_graph_says() -> None:
     whole, sizes = opened(train_graph("fedavg")), list[int]()
     graph = replace(whole.graph, info=replace(whole.graph.info, pass_of=8))
@@ -169,7 +164,6 @@ def test_other_forms_of_a_method_are_torchs_too(name: str, changes: dict[str, An
     assert distance(by_torch.update.groups, found.update.groups) < 1e-5
 
 
-@pytest.mark.slow
 def test_classes_of_a_devices_own_take_the_same_graph() -> None:
     """More than the fleet has, one of them with two samples."""
     x, y = toy_samples(60, 5)
@@ -183,7 +177,6 @@ def test_classes_of_a_devices_own_take_the_same_graph() -> None:
     assert distance(by_torch.update.groups, found.update.groups) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedmeta-maml", "fedmeta-fomaml", "fedmeta-metasgd", "per-fedavg-hf"])
 def test_a_query_of_classes_that_the_support_lacks_has_a_gradient_and_it_is_torchs(name: str) -> None:
     """A device with one sample of class 2: both engines take the same draws, and all of its samples."""
