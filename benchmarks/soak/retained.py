@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion
 
 from benchmarks.soak import sampling
 from cloud_server.broker.private_broker import find_mosquitto
@@ -37,7 +38,7 @@ def measured(count: int, folder: Path) -> dict[str, float]:
     found = {}
     for case, (topic, retained) in CASES.items():
         with mosquitto(folder / case.replace(" ", "-")) as broker:
-            client = paho.Client(paho.CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
+            client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
             client.connect("127.0.0.1", broker.port)
             client.loop_start()
             assert broker.process is not None

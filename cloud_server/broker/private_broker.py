@@ -37,6 +37,9 @@ STOP_S = 5.0
 SECOND_SIGHUP_S = 1.0
 RESTART_S = 5.0
 MAX_LOG_BYTES = 16 << 20
+GROWN_BYTES = 1 << 28
+"""By so much may mosquitto's memory grow before it is started again."""
+LOOK_S = 3600.0
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")
 INSTALLERS = {
     "apt-get": "sudo apt install mosquitto",
@@ -69,6 +72,14 @@ class Broker:
     def alive(self) -> bool:
         return self.process.poll() is None
 
+    def memory(self) -> int | None:
+        """Resident bytes; None where /proc does not say."""
+        try:
+            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
     def reload(self) -> None:
         """Makes mosquitto read its access lists and certificates again; clients stay connected. SIGHUP is sent twice
         because mosquitto loses a signal that arrives during a reload."""
@@ -91,8 +102,9 @@ class Broker:
 
 
 class BrokerSupervisor:
-    """Restarts a private broker when it ends, and rotates its log. The aggregator publishes again what the broker had
-    retained but not saved.
+    """Restarts a private broker when it ends, or when its memory has grown by ``GROWN_BYTES``: mosquitto keeps an entry
+    for every topic that once had a retained message. Rotates its log. The aggregator publishes again what the broker
+    had retained but not saved.
 
     broker: the current or the last broker. restart(): starts the next broker at the same address.
     """
@@ -100,10 +112,12 @@ class BrokerSupervisor:
     def __init__(self, broker: Broker, restart: Callable[[], Broker]):
         self.broker, self._restart = broker, restart
         self._next_restart_at = 0.0
+        self._look_at, self._looked = time.monotonic() + LOOK_S, (0, 0)  # process id, memory at its first look
 
     def tick(self, say: Callable[[str], None]) -> None:
         """Call it regularly. say: takes log lines."""
         self._rotate_log()
+        self._end_if_grown(say)
         if self.broker.alive() or time.monotonic() < self._next_restart_at:
             return
         self.broker.stop()
@@ -120,6 +134,23 @@ class BrokerSupervisor:
     def replace(self) -> None:
         """Ends the broker; ``tick`` starts the next one, which trusts only the authorities in its files."""
         self.broker.stop()
+
+    def _end_if_grown(self, say: Callable[[str], None]) -> None:
+        """Compares the broker's memory every ``LOOK_S`` with that of the first look at this process, when it holds
+        what the aggregator retains."""
+        if time.monotonic() < self._look_at or not self.broker.alive():
+            return
+        self._look_at = time.monotonic() + LOOK_S
+        now = self.broker.memory()
+        if now is None:
+            return
+        pid, first = self._looked
+        if pid != self.broker.process.pid:
+            self._looked = self.broker.process.pid, now
+        elif now - first > GROWN_BYTES:
+            say(f"the private broker's memory has grown from {first >> 20} to {now >> 20} MiB: it is ended, to be "
+                "started again")
+            self.replace()
 
     def _rotate_log(self) -> None:
         """Copies a large log aside and empties it in place, because the broker keeps the file open."""

@@ -215,6 +215,41 @@ def test_a_broker_whose_configuration_cannot_be_written_is_tried_again(
         assert kept.broker.alive()
 
 
+def test_a_private_broker_whose_memory_has_grown_is_started_again(
+    tmp_path: Path, embedded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(broker_module, "RESTART_S", 0.0)
+    with aggregator_process.private_broker(
+        fleet_without_model(tmp_path), "127.0.0.1", 0, plain=False, embedded=embedded, log=lines.append
+    ) as kept:
+        first = kept.broker
+
+        def look(held: int | None) -> None:
+            kept._look_at = 0.0
+            monkeypatch.setattr(broker_module.Broker, "memory", lambda self: held)
+            kept.tick(lines.append)
+
+        told = len(lines)
+        for held in (1 << 30, None, (1 << 30) + broker_module.GROWN_BYTES):
+            look(held)
+            assert kept.broker is first
+        assert len(lines) == told
+        look((1 << 30) + broker_module.GROWN_BYTES + 1)
+        assert "memory has grown from 1024 to 1280 MiB" in lines[-2]
+        assert kept.broker is not first
+        assert kept.broker.alive()
+        look(1 << 32)
+        assert kept.broker.alive(), "the first look at the new process"
+
+
+def test_the_memory_of_a_broker_is_known_where_proc_is(broker: Broker) -> None:
+    held = broker.memory()
+    assert (held is not None and held > 1 << 20) == Path("/proc/self/statm").exists()
+    broker.stop()
+    assert broker.memory() is None
+
+
 @NEEDS_MOSQUITTO
 def test_a_private_brokers_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fleet_without_model(tmp_path)
