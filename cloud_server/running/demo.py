@@ -69,7 +69,7 @@ def _run(
             beside.enter_context(console_beside(fleet.folder, processes.say, "--port", "0", "--open"))
         _train_and_evaluate(options, folder, fleet, broker, stopped)
     if options.baseline and fleet.config.model.task is not None:
-        processes.say("no baseline: it is for classes")
+        processes.say("no FedAvg baseline: it is computed for classes alone")
     baseline = _baseline(folder, stopped) if options.baseline and fleet.config.model.task is None else None
     return _write_results(options, folder, fleet, baseline)
 
