@@ -37,6 +37,7 @@ MODELS = {
     "1-D CNN": ("cnn1d", InputSpec((3, 128)), 6, 20),
     "LeNet": ("lenet", InputSpec((3, 32, 32)), 10, 50),
     "Conv-4": ("conv4", InputSpec((1, 28, 28)), 10, 20),
+    "LeNet (Lim), 16 by 16": ("lenet-lim", InputSpec((3, 16, 16)), 10, 10),
 }
 Way = Callable[[], Params]
 

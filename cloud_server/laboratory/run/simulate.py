@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 from collections import deque
@@ -37,7 +38,9 @@ POLL_S = 0.2
 SIDE_BY_SIDE = 32
 BATCHED = ("mlp", "logistic", "cnn1d")
 """Models whose clients are trained as one batch on a CPU. For convolutions over images or a single channel that is
-slower."""
+slower, unless a client's batch is small."""
+BATCHED_PIXELS = 3000
+"""Of the images of a client's batch, up to which stacked clients are faster (``benchmarks/exact_maml.py``)."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,8 @@ def _processes(options: Options, runs: int) -> tuple[int, int]:
 
 
 def _executor(task: RunTask, workload: Workload) -> Executor:
-    batched = task.device == "cuda" or task.experiment.model.name in BATCHED
+    batched = (task.device == "cuda" or task.experiment.model.name in BATCHED
+               or small_images(workload.spec.shape, task.run.hyper))
     setting = Setting(task.experiment, task.run, task.folder, SIDE_BY_SIDE if batched else 1, task.device)
     if task.engine == "ray":
         return RayExecutor(setting, task.processes)
@@ -216,6 +220,12 @@ def _executor(task: RunTask, workload: Workload) -> Executor:
     if processes == 1 or task.device == "cuda":
         return Inline(setting, workload)
     return Processes(setting, processes)
+
+
+def small_images(shape: Sequence[int], hyper: Any) -> bool:
+    """Whether a client's batch is images of few pixels. shape: of a sample."""
+    sizes = [getattr(hyper, name, 0) for name in ("batch", "support_batch", "query_batch")]
+    return len(shape) == 3 and max(sizes) * math.prod(shape[1:]) <= BATCHED_PIXELS
 
 
 # Several runs ---------------------------------------------------------------------------------------------------------

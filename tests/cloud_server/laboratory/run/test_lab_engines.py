@@ -22,7 +22,8 @@ from cloud_server.laboratory.run.device_work import Setting
 from cloud_server.laboratory.run.engine import Stopped
 from cloud_server.laboratory.run.executors import Executor, Processes, RayExecutor
 from cloud_server.laboratory.run.run_folder import Store
-from cloud_server.laboratory.run.simulate import Options, simulate
+from cloud_server.laboratory.run.simulate import Options, simulate, small_images
+from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.errors import ConfigError, RoundError
 from tests.support import lab
 from tests.support.inprocess import Killed
@@ -131,6 +132,14 @@ def test_a_missing_ray_is_named(tmp_path: Path, asked: Experiment, monkeypatch: 
     with pytest.raises(ConfigError, match="Ray is not installed") as caught:
         RayExecutor(setting(asked, tmp_path), 2)
     assert caught.value.hint == 'pip install "metafleet[ray]"'
+
+
+def test_a_batch_of_small_images_is_trained_with_those_of_other_clients() -> None:
+    hyper = METHODS["per-fedavg-exact"].hyper(support_batch=10, query_batch=10)
+    assert small_images((3, 16, 16), hyper)
+    assert not small_images((3, 28, 28), hyper)
+    assert not small_images((3, 16, 16), METHODS["fedavg"].hyper(batch=50))
+    assert not small_images((3, 16), hyper)
 
 
 def test_a_task_is_a_fixed_group_of_devices_side_by_side(
