@@ -114,7 +114,6 @@ def in_a_pass(name: str) -> int:
 # The steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str) -> None:
     graph = made(name)
@@ -141,7 +140,6 @@ def test_every_parameter_and_rate_is_external_under_its_group_and_name(name: str
         ("squared", "fedper", 10),
     ],
 )
-@pytest.mark.slow
 def test_a_device_steps_as_its_trainer_does(name: str, method: str, steps: int, number: int) -> None:
     graph, chosen = made(name), METHODS[method]
     assert graph.info.adapt is not None
@@ -165,17 +163,14 @@ def test_a_device_steps_as_its_trainer_does(name: str, method: str, steps: int, 
     assert max(np.abs(array - start[key]).max() for key, array in got[steps].items()) > 1e-4
 
 
-@pytest.mark.slow
 def test_a_pass_takes_fewer_samples_the_more_a_model_computes_of_each() -> None:
     assert 1 == in_a_pass("lenet") < in_a_pass("cnn1d") < in_a_pass("rates") <= CHUNK
 
 
-@pytest.mark.slow
 def test_a_model_that_mixes_its_samples_takes_as_many_in_a_pass_as_torch() -> None:
     assert in_a_pass("own") == CHUNK
 
 
-@pytest.mark.slow
 def test_exporting_again_gives_the_same_bytes_and_says_nothing(
     capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -204,7 +199,6 @@ def test_a_model_whose_steps_become_no_graph_is_told_what_to_take_instead(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
 def test_a_bundle_that_cannot_answer_with_adapted_weights_is_refused() -> None:
     with pytest.raises(BundleError, match="no graph 'predict'"):
         with_adapt(replace(made("mlp"), graphs={}), rates=False)
@@ -249,7 +243,6 @@ def kept_back(model: onnx.ModelProto) -> None:
     model.graph.output.remove(next(o for o in model.graph.output if o.name == "adapted/head/head.bias"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
@@ -273,7 +266,6 @@ def test_the_gate_refuses_steps_that_would_be_wrong(edit: Callable[[onnx.ModelPr
         gate.check(replace(graph, adapt=model.SerializeToString()), network_of(graph))
 
 
-@pytest.mark.slow
 def test_the_gate_refuses_golden_steps_that_the_graph_does_not_make() -> None:
     graph = made("mlp")
     gate.check(graph, network_of(graph))
@@ -287,7 +279,6 @@ def test_the_gate_refuses_golden_steps_that_the_graph_does_not_make() -> None:
 # In a bundle
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "rates"])
 def test_a_bundle_with_steps_survives_its_bytes(name: str) -> None:
     graph = made(name)
@@ -360,6 +351,8 @@ import numpy as np, onnxruntime
 from fleet_core.model import graph_bundle
 from fleet_core.base import storage
 
+pytestmark = pytest.mark.slow
+
 def session(data, weights):
     options = onnxruntime.SessionOptions()
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
@@ -380,7 +373,6 @@ print("torch" in sys.modules)
 """
 
 
-@pytest.mark.slow
 def test_a_device_without_torch_makes_the_golden_steps(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(graph_bundle.pack(made("lenet")))
     done = subprocess.run(
@@ -399,7 +391,6 @@ def value(found: Any) -> Any:
     return getattr(found, "value", found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize(
     ("stride", "padding", "dilation", "groups", "transposed"),
@@ -420,7 +411,6 @@ def test_a_convolutions_gradients_are_torchs(
         np.testing.assert_allclose(value(here), there.numpy(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "dilation", "ceil"),
     [(2, 2, 0, 1, False), (2, 3, 0, 1, False), (2, 2, 1, 1, False), (3, 2, 0, 1, False), (3, 3, 0, 1, True),

@@ -326,6 +326,7 @@ def test_an_agent_of_the_version_before_gets_the_whole_and_the_others_their_delt
     assert max(size for (name, _), size in late.items() if name != "d0") < whole(w) / 2
 
 
+@pytest.mark.slow
 def test_a_device_that_comes_back_while_all_others_hold_the_base_asks_and_gets_the_chain(fleet: Any) -> None:
     w = fleet(devices=2, started=False, rounds=6)
     for n in range(3):

@@ -282,6 +282,7 @@ def test_a_served_model_that_the_version_before_wrote_is_served_whole(fleet: Any
     assert (reference.base, reference.codec, reference.full, reference.round) == (None, "fp32", None, 2)
 
 
+@pytest.mark.slow
 def test_nothing_is_published_when_nothing_changes_until_the_last_round(fleet: Any) -> None:
     w = begin(fleet("fedavg", rounds=5, every=1, more="serve_min_change = 1.0"))
     assert w.pump(lambda: w.closed() >= 4)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -30,6 +31,8 @@ from fleet_core.protocol import messages, topics
 from fleet_core.protocol.chunks import Blob
 from fleet_core.protocol.device_messages import Down
 from fleet_core.protocol.round_messages import UploadManifest
+
+pytestmark = pytest.mark.slow
 
 FLEET = "f"
 CHUNK = 1024

@@ -148,6 +148,7 @@ def test_a_stratified_subset_has_as_many_samples_of_each_class(most: int) -> Non
         assert rows[rows < 80].max() > 60, "of the whole recording"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "words"), [
     ({"rate": 1e30}, "diverged"),
     ({"model": "0" * 32}, "are not here"),

@@ -161,6 +161,7 @@ def lacking_operator(graph: train_graph.TrainGraph) -> train_graph.TrainGraph:
     return replace(graph, graphs={"train": data})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("broken", "why"), [
     (broken_golden, "does not give its golden outputs here"), (lacking_operator, "cannot be opened"),
 ])

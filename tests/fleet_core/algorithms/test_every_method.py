@@ -255,6 +255,7 @@ def evaluated_or_unable(w: World, name: str) -> bool:
     return as_received or w.logged(f"round {w.closed()}: {name}: ")
 
 
+@pytest.mark.slow
 def test_a_live_fleet_computes_what_a_plain_loop_of_the_same_functions_does(played: Played) -> None:
     w, plain = played.w, played.plain
     check_same(w, plain)

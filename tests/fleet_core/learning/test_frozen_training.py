@@ -88,6 +88,7 @@ def bits(tree: trees.Params) -> dict[str, bytes]:
     return {f"{g}/{n}": np.asarray(a).tobytes() for g, named in tree.items() for n, a in named.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ABLE if name != "pfedgp"])
 def test_clients_side_by_side_train_what_each_would_alone(name: str) -> None:
     moving = frozen_of(name)

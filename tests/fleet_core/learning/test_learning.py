@@ -257,6 +257,7 @@ def test_the_models_that_a_method_transmits_are_counted_in_values(name: str) -> 
     assert paper[1] >= method.models_up
 
 
+@pytest.mark.slow
 @every_method
 def test_a_device_keeps_what_the_method_says_in_float32_through_a_file(name: str) -> None:
     played = fleet(name)
