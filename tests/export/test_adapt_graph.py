@@ -35,6 +35,8 @@ from fleet_core.training.round_plans import CHUNK
 from tests.support.bundles import newer, node_of, one_batch_size
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 
 IMAGE = InputSpec((1, 2, 3), "uint8", 1 / 255, (0.4,), (0.2,))
@@ -350,8 +352,6 @@ from pathlib import Path
 import numpy as np, onnxruntime
 from fleet_core.model import graph_bundle
 from fleet_core.base import storage
-
-pytestmark = pytest.mark.slow
 
 def session(data, weights):
     options = onnxruntime.SessionOptions()
