@@ -38,7 +38,7 @@ SECOND_SIGHUP_S = 1.0
 RESTART_S = 5.0
 MAX_LOG_BYTES = 16 << 20
 GROWN_BYTES = 1 << 28
-"""By so much may mosquitto's memory grow before it is started again."""
+"""By so much may a broker's memory grow before it is started again."""
 LOOK_S = 3600.0
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin", "/opt/local/sbin")
 INSTALLERS = {

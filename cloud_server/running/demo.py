@@ -68,9 +68,11 @@ def _run(
         if console:
             beside.enter_context(console_beside(fleet.folder, processes.say, "--port", "0", "--open"))
         _train_and_evaluate(options, folder, fleet, broker, stopped)
+    baseline = None
     if options.baseline and fleet.config.model.task is not None:
         processes.say("no FedAvg baseline: it is computed for classes alone")
-    baseline = _baseline(folder, stopped) if options.baseline and fleet.config.model.task is None else None
+    elif options.baseline:
+        baseline = _baseline(folder, stopped)
     return _write_results(options, folder, fleet, baseline)
 
 

@@ -55,3 +55,18 @@ def test_a_short_run_measures_every_figure_and_nothing_ends_by_itself(tmp_path: 
     assert names <= result["series"].keys()
     assert all(points[-1][2] > 0 for name, points in result["series"].items() if name in names)
     page.tables(result)
+
+
+def test_the_page_has_the_figures_of_a_long_life_and_of_cleared_messages() -> None:
+    text = " ".join(page.TEMPLATE.read_text(encoding="utf-8").split())
+    life = json.loads((FOLDER / "one_life.json").read_text())
+    for number, quarter in enumerate(("first", "second", "third", "fourth")):
+        slopes = [f"{life[name][number]['a_round']:,.0f}" for name in ("aggregator", "broker")]
+        assert f"| {quarter} | {' | '.join(slopes)} |" in text
+    first, last = (life["aggregator"][k]["mean"] / 1e6 for k in (0, -1))
+    assert f"held {first:.1f} MB in the first quarter and {last:.1f} MB in the last" in text
+    cleared = json.loads((FOLDER / "retained.json").read_text())["bytes_a_message"]
+    alone, further = (cleared[case] for case in ("retained and cleared, a topic each",
+                                                 "further chunks of the same blobs"))
+    assert f"{alone:,.0f} bytes for a model and {further:.0f} bytes for each chunk after its first" in text
+    assert cleared["not retained"] == cleared["retained and cleared, one topic"] == 0

@@ -35,7 +35,7 @@ from fleet_core.model.layout import Layout
 
 ENGINES = ("local", "ray")
 POLL_S = 0.2
-SIDE_BY_SIDE = 32
+SIDE_BY_SIDE, IMAGES_SIDE_BY_SIDE = 32, 8
 BATCHED = ("mlp", "logistic", "cnn1d")
 """Models whose clients are trained as one batch on a CPU. For convolutions over images or a single channel that is
 slower, unless a client's batch is small."""
@@ -210,9 +210,9 @@ def _processes(options: Options, runs: int) -> tuple[int, int]:
 
 
 def _executor(task: RunTask, workload: Workload) -> Executor:
-    batched = (task.device == "cuda" or task.experiment.model.name in BATCHED
-               or small_images(workload.spec.shape, task.run.hyper))
-    setting = Setting(task.experiment, task.run, task.folder, SIDE_BY_SIDE if batched else 1, task.device)
+    batched = task.device == "cuda" or task.experiment.model.name in BATCHED
+    images = IMAGES_SIDE_BY_SIDE if small_images(workload.spec.shape, task.run.hyper) else 1
+    setting = Setting(task.experiment, task.run, task.folder, SIDE_BY_SIDE if batched else images, task.device)
     if task.engine == "ray":
         return RayExecutor(setting, task.processes)
     training_tasks = -(-(task.experiment.cohort or len(workload.train)) // setting.side_by_side)
