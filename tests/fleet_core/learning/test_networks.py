@@ -56,7 +56,7 @@ def received(running: SteppedFleet) -> set[str]:
 WEATHERS = {
     "2 % loss": (NetworkFaults(loss=0.02), "lost"),
     "10 % loss": (NetworkFaults(loss=0.1), "lost"),
-    "connections that are reset": (NetworkFaults(reset_every=250), "reset"),
+    "connections that are reset": (NetworkFaults(reset_every=100), "reset"),
     "64 kbit/s": (NetworkFaults(bytes_per_s=8000), "bytes"),
     "messages that come twice": (NetworkFaults(duplicated=0.3), "duplicated"),
     "messages out of order": (NetworkFaults(reordered=0.3), "reordered"),
