@@ -39,7 +39,7 @@ from fleet_core.base.errors import ConfigError, FleetError
 from fleet_core.data.sets.set_cache import load_set
 
 HERE = Path(__file__).parent
-RESULT = HERE / "result.json"
+RESULT, BY_SEED = HERE / "result.json", HERE / "seeds.json"
 SIDES = ("ours", "PFLlib")
 ROUNDS = {"mlp": 10, "cnn": 3}
 MINUS = "\N{MINUS SIGN}"
@@ -132,9 +132,20 @@ def accuracies(own: Sequence[Row], other: Sequence[Row], theirs: str) -> tuple[s
     return spread(ours, 1), spread(pfllib, 1), spread(apart, 1).replace("-", MINUS)
 
 
+def between_seeds(found: Mapping[str, Sequence[float]]) -> str:
+    """FedAvg's accuracies, ours alone: by network, those of the seeds."""
+    head = ("network", "rounds", "seeds", "accuracy in %", "lowest", "highest")
+    return markdown.table(head, [
+        (network, str(ROUNDS[network]), str(len(own)), spread([100 * one for one in own], 1),
+         f"{100 * min(own):.1f}", f"{100 * max(own):.1f}")
+        for network, own in found.items()
+    ])
+
+
 def page(rows: Sequence[Row]) -> str:
     text = (HERE / "README.md").read_text(encoding="utf-8")
-    return markdown.filled(text, tables(rows, json.loads((HERE / "published.json").read_text(encoding="utf-8"))))
+    published, by_seed = (json.loads(path.read_text(encoding="utf-8")) for path in (HERE / "published.json", BY_SEED))
+    return markdown.filled(text, {**tables(rows, published), "seeds": between_seeds(by_seed)})
 
 
 def write(result: Mapping[str, Any]) -> None:
