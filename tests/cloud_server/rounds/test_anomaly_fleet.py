@@ -17,7 +17,7 @@ from cloud_server.reports.terminal_view import closing_table, round_line, snapsh
 from cloud_server.results import outcome, result
 from edge_agent.commands import device_commands, review
 from edge_agent.commands.run import figures_of
-from edge_agent.connection.alarm_command import hearing_alarms
+from edge_agent.connection.alarm_senders import hearing_alarms
 from edge_agent.http import metrics
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
