@@ -167,6 +167,7 @@ class Agent:
         if self._tasks.due:
             self._follow()
             self._watch_drift()
+            self._tasks.learn_added()
             self._tasks.advance()
 
     def _follow(self) -> None:
