@@ -3,8 +3,8 @@
 A broker has no quota for a client's retained messages. The aggregator reads every topic that a device may write to.
 With MQTT 5 it sees at once that a message is retained. With 3.1.1 it sees this only when it subscribes, so it
 subscribes again every ``SWEEP_S``. It clears such a message by an empty one, and does not use its content. Answers
-(``an``) are meant for an operator; the aggregator subscribes to them for ``LOOK_S`` only, because the broker sends
-retained ones first.
+(``an``) and alarms are meant for others; the aggregator subscribes to them for ``LOOK_S`` only, because the broker
+sends retained ones first.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LeftMessages:
             self._forget_absent()
         elif self._looking and since_s > LOOK_S:
             self._looking = False
-            self._link.unsubscribe(topics.answer(self._fleet, "+", "+"))
+            self._link.unsubscribe(topics.answer(self._fleet, "+", "+"), topics.alarm(self._fleet, "+"))
 
     def _forget_absent(self) -> None:
         absent = self._off_for(ABSENT_S)

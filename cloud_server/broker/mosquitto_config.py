@@ -117,14 +117,14 @@ def access(fleet: str, denied: Iterable[str]) -> str:
     """The access list of the fleet's port. A revoked device is denied everything, because at a SIGHUP the access list
     also applies to connected clients, while crl.pem is checked at the next connect only."""
     top = f"{ROOT}/{fleet}"
-    own = ("up/+/+", "st", "rep", "an/+")
+    own = ("up/+/+", "st", "rep", "an/+", "alarm")
     writes = ("r/#", "b/#", "srv", "alert/+", "a/+/dn", "en/+/ans", *(f"a/+/{t}" for t in own))  # own: to clear
     reads = ("r/#", "b/#", "en/+/req", *(f"a/+/{t}" for t in own))
     lines = [f"user {AGGREGATOR}"]
     lines += [*(f"topic write {top}/{t}" for t in writes), *(f"topic read {top}/{t}" for t in reads)]
     for name in OPERATORS:
         lines += ["", f"user {name}", f"topic write {top}/a/+/q/+"]
-        lines += [f"topic read {top}/{t}" for t in ("a/+/an/+", "a/+/st", "alert/+")]
+        lines += [f"topic read {top}/{t}" for t in ("a/+/an/+", "a/+/st", "a/+/alarm", "alert/+")]
     lines.append("")
     for name in sorted(denied):
         lines += [f"user {topics.check_name(name, 'device')}", "topic deny #", ""]

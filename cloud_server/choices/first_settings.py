@@ -17,11 +17,11 @@ from fleet_core.base import config, schema
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data import model_input
 from fleet_core.data.partitions import pool
-from fleet_core.data.readers import is_sound, rate_of
+from fleet_core.data.readers import rate_wanted
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
-from fleet_core.data.shaping import resize, sound
+from fleet_core.data.shaping import resize
 from fleet_core.model.layout import FITS, Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
@@ -130,7 +130,7 @@ def load_data(
     if fit is not None and fit not in FITS:
         raise DataError(f"'{fit[:40]}' is not a way to fit images", where="--fit", expected=" or ".join(FITS))
     pixels, how = resize.size_of(size, fit)
-    sound_hz = 0 if window is not None and seconds is None else _sound_hz(Path(data), rate, seconds)
+    sound_hz = rate_wanted(Path(data), rate, seconds, window)
     samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds,
                    outputs=outputs, labels=labels, normal=normal)
     learned = samples if normal is None else _quiet(samples, data, normal)
@@ -179,19 +179,6 @@ def _seconds_between(samples: Samples, spec: InputSpec) -> float:
     groups = [samples.time] if samples.client is None else [samples.time[samples.client == c] for c in samples.clients]
     steps = np.concatenate([np.diff(np.sort(one)) for one in groups])
     return float(f"{np.median(steps[steps > 0]):.6g}") if (steps > 0).any() else 0.0
-
-
-def _sound_hz(path: Path, rate: int | None, seconds: float | None) -> int:
-    """The rate of a fleet that learns from sound: the given one, or the recordings'; 0 for other samples."""
-    if rate is not None or (path.exists() and is_sound(path)):
-        if rate is not None and rate < sound.LOWEST_HZ:
-            raise DataError(f"{rate} Hz is not a valid rate for sound", where=str(path),
-                            expected=f"{sound.LOWEST_HZ} Hz or more", hint="the rate of readings goes with --window")
-        return rate or rate_of(path)
-    if seconds is not None:
-        raise DataError("holds no sound", where=str(path), expected="a folder of .wav files",
-                        hint="leave out --seconds, or give the --rate of sound in arrays")
-    return 0
 
 
 def model_for(data: str, samples: Samples) -> str:

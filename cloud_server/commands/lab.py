@@ -262,6 +262,10 @@ def advise(
     data: Annotated[str, typer.Argument(metavar="DATA", help="A named set, or samples with a column 'client'.")],
     window: WINDOW = None,
     stride: STRIDE = None,
+    size: SIZE = None,
+    fit: FIT = None,
+    rate: RATE = None,
+    seconds: SECONDS = None,
     budget_minutes: Annotated[float, typer.Option("--budget-minutes", min=0.01, help="Total time for all runs.")] = 5.0,
     board: Annotated[str | None, typer.Option(help="A board profile or its file, to estimate joules.")] = None,
     codecs: Annotated[str | None, typer.Option(metavar="NAME,UP/DOWN,…", help="Codecs to try with the best method, or "
@@ -287,7 +291,8 @@ def advise(
     tried = advising.CODECS_TRIED if codecs is None else codec_catalogue.several(codecs)
     names = first_settings.wanted_outputs(task, outputs, loss, labels, normal)
     options = advising.Options(data, budget_minutes, board, window, stride, tried, task,
-                               names or first_settings.wanted_normal(task, normal) or (), loss or experiments.LOSSES[0])
+                               names or first_settings.wanted_normal(task, normal) or (), loss or experiments.LOSSES[0],
+                               size, fit, rate, seconds)
     outcome = _advice_on(options, folder)
     facts = {**recommendation.to_json(outcome.advice), "facts": outcome.facts,
              "sentences": recommendation.sentences(outcome.advice, outcome.facts)}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
-from fleet_core.tasks.measured import Figure
-from fleet_core.tasks.task import KINDS
+from fleet_core.tasks.measured import Figure, Measured
+from fleet_core.tasks.task import KINDS, Task, together
 
 SHARE: dict[str, Any] = {"min": 0, "max": 1}
 AMOUNT: dict[str, Any] = {"min": 0}
@@ -61,6 +61,33 @@ class TaskScore:
     def whole_text(self) -> str:
         """All measures: ``MAE speed 1.25, load 0.031; R² speed 0.950, load 0.812``."""
         return KINDS[self.task].whole_text(self.measures)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure of a task without classes over devices, each with the same weight. pooled: over all samples."""
+
+    mean: float = field(metadata=AMOUNT)
+    worst: float = field(metadata=AMOUNT)
+    best: float = field(metadata=AMOUNT)
+    variance: float | None = field(default=None, metadata=AMOUNT)
+    pooled: float | None = field(default=None, metadata=AMOUNT)
+
+
+def compared(task: Task, devices: Sequence[Measured]) -> dict[str, Compared]:
+    """Each figure of the task's ``COMPARED`` that is known of one of the devices, by key, in order."""
+    if not devices:
+        return {}
+    pooled, found = together(task, devices).compared, dict[str, Compared]()
+    for figure in KINDS[task.kind].COMPARED:
+        values = np.array([one.compared[figure.key] for one in devices if figure.key in one.compared])
+        if values.size:
+            low, high = float(values.min()), float(values.max())
+            found[figure.key] = Compared(
+                float(values.mean()), high if figure.lower else low, low if figure.lower else high,
+                float(values.var()), pooled[figure.key],
+            )
+    return found
 
 
 def confusion_accuracy(confusion: Sequence[Sequence[int]]) -> float | None:

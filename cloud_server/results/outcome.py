@@ -43,7 +43,8 @@ def of_fleet(folder: Path) -> dict[str, Any]:
     made = Fleet.load(folder)
     with Ledger(made.ledger_path, create=False) as ledger:
         return result.to_json(result.build(
-            ledger, method=made.method.name, seed=made.config.fleet.seed, config=schema.plain(made.config)
+            ledger, method=made.method.name, seed=made.config.fleet.seed, config=schema.plain(made.config),
+            task=made.config.model.task,
         ))
 
 

@@ -16,7 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.figures.scores import AMOUNT, SHARE, Score, TaskScore, confusion_accuracy, counts, macro_f1
+from cloud_server.figures.scores import (
+    AMOUNT,
+    SHARE,
+    Compared,
+    Score,
+    TaskScore,
+    compared,
+    confusion_accuracy,
+    counts,
+    macro_f1,
+)
 from cloud_server.ledger import ledger_tables as tables
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, Joules
@@ -31,7 +41,7 @@ from fleet_core.algorithms import plugins
 from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.tasks import calibration
-from fleet_core.tasks.task import KINDS
+from fleet_core.tasks.task import KINDS, Task
 
 FORMAT = 1
 PACKAGES = (
@@ -62,8 +72,8 @@ class Pooled(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """A closed round. accuracy, macro_f1 and calibration_error (pooled), or task (pooled): those of the devices that
-    train, in evaluated rounds.
+    """A closed round. accuracy, macro_f1 and calibration_error (pooled), or task (pooled) and compared (by which models
+    of the task are compared, by key): those of the devices that train, in evaluated rounds.
 
     asked: number of devices in the cohort. participants: number of devices whose update was counted. skipped: number of
     participants whose update was too small to send; None if there are none. refused: number of refused updates.
@@ -81,6 +91,7 @@ class RoundFigures:
     macro_f1: float | None = field(default=None, metadata=SHARE)
     calibration_error: float | None = field(default=None, metadata=SHARE)
     task: TaskScore | None = None
+    compared: Mapping[str, Compared] | None = None
     loss: float | None = None
     models_transmitted: float | None = field(default=None, metadata=AMOUNT)
     payload_bytes: Bytes | None = None
@@ -127,7 +138,8 @@ class Sums:
 class Result:
     """rounds: the closed rounds that are kept one by one. folded: the rounds before them, None if there are none.
     devices: how many train, without those that only joined to be evaluated. costs: by device; empty in a result of an
-    older version.
+    older version. compared, compared_new_devices: as in ``RoundFigures``, of the last evaluations of the devices that
+    train and of the others.
     """
 
     format: int = field(metadata={"min": FORMAT, "max": FORMAT})
@@ -142,6 +154,8 @@ class Result:
     new_devices: Pooled | None = None
     task: Mapping[str, TaskScore] | None = None
     task_new_devices: Mapping[str, TaskScore] | None = None
+    compared: Mapping[str, Compared] | None = None
+    compared_new_devices: Mapping[str, Compared] | None = None
     totals: Sums | None = None
     verdict: Verdict | None = None
     costs: tuple[DeviceCosts, ...] = ()
@@ -190,8 +204,11 @@ def pooled(evaluations: Iterable[Evaluation]) -> Score | None:
                  calibration_error=calibration.pooled([j.gaps for j in rows], int(total_NN.sum())))
 
 
-def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFigures, ...]:
-    """The closed rounds of a ledger, optionally only those ``within`` a range."""
+def round_figures(
+    ledger: Ledger, within: range | None = None, task: Task | None = None
+) -> tuple[RoundFigures, ...]:
+    """The closed rounds of a ledger, optionally only those ``within`` a range. task: the fleet's; without it
+    ``compared`` is left out."""
     volume, joules, flops = ledger.volume("round", within), ledger.joules("round", within), ledger.flops(within)
     updates = defaultdict[int, Counter[str]](Counter)
     for update in ledger.each(tables.Update, within):
@@ -208,6 +225,7 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
     figures = []
     for r in ledger.rounds("closed", within):
         score, moved = pooled(evaluated.get(r.round, ())), volume.get(r.round)
+        answered = predicted.get((r.round, "after"), predicted.get((r.round, "before"), []))
         figures.append(RoundFigures(
             round=r.round, asked=len(r.cohort), loss=r.loss, seconds=r.seconds, models_transmitted=r.models_transmitted,
             participants=updates[r.round]["counted"], refused=updates[r.round]["refused"],
@@ -217,25 +235,27 @@ def round_figures(ledger: Ledger, within: range | None = None) -> tuple[RoundFig
             payload_bytes=moved.payload if moved else None, mqtt_bytes=moved.mqtt if moved else None,
             wire_bytes=moved.wire if moved else None, flops=flops.get(r.round), energy_j=joules.get(r.round),
             arrays=arrays.get(r.round), privacy=private.get(r.round),
-            task=task_score(predicted.get((r.round, "after"), predicted.get((r.round, "before"), []))),
+            task=task_score(answered), compared=_compared(task, answered),
         ))  # fmt: skip
     return tuple(figures)
 
 
 def build(
     ledger: Ledger, *, method: str, seed: int, config: Mapping[str, Any], baseline: Baseline | None = None,
-    baseline_method: str = "fedavg",
+    baseline_method: str = "fedavg", task: Task | None = None,
 ) -> Result:  # fmt: skip
     """The result of a finished or interrupted run.
 
-    config: the run's settings as plain JSON, without paths or machine names. baseline: counts of ``baseline_method`` on
-    the same test samples, before and after fine-tuning; they replace the ledger's rows of these stages.
+    task: as in ``round_figures``. config: the run's settings as plain JSON, without paths or machine names. baseline:
+    counts of ``baseline_method`` on the same test samples, before and after fine-tuning; they replace the ledger's rows
+    of these stages.
     """
     latest = _latest(ledger, baseline, baseline_method)
     devices, predicted = ledger.devices(), latest_of_task(ledger)
+    answered = [stages.get("after") or stages.get("before") for stages in predicted.values()]
     return Result(
         format=FORMAT, method=method, seed=seed, config=config, environment=environment(),
-        devices=sum(not d.new for d in devices), rounds=round_figures(ledger),
+        devices=sum(not d.new for d in devices), rounds=round_figures(ledger, task=task),
         personalization=tuple(
             _of_device(name, stages) for name, stages in sorted(latest.items())
         ) + tuple(
@@ -244,6 +264,8 @@ def build(
         ),
         task=_by_stage(predicted.values()),
         task_new_devices=_by_stage([s for s in predicted.values() if any(one.new for one in s.values())]),
+        compared=_compared(task, [one for one in answered if one is not None and not one.new]),
+        compared_new_devices=_compared(task, [one for one in answered if one is not None and one.new]),
         evaluated=_pooled(latest), totals=sums(ledger), verdict=verdicts.of_ledger(ledger),
         new_devices=_pooled({name: s for name, s in latest.items() if any(j.new for j in s.values())}),
         costs=device_costs.of_ledger(ledger), folded=folded_rounds.of_ledger(ledger),
@@ -357,6 +379,11 @@ def task_score(rows: Sequence[TaskEvaluation]) -> TaskScore | None:
     methods = {row.method for row in rows}
     return TaskScore(task=rows[0].task, samples=samples, measures=measures,
                      method=methods.pop() if len(methods) == 1 else None)
+
+
+def _compared(task: Task | None, rows: Sequence[TaskEvaluation]) -> dict[str, Compared] | None:
+    """None without rows, or a task."""
+    return None if task is None else compared(task, [task.of_sums(row.samples, row.sums) for row in rows]) or None
 
 
 def _by_stage(devices: Iterable[Mapping[str, TaskEvaluation]]) -> dict[str, TaskScore] | None:

@@ -184,7 +184,7 @@ def _write_results(
         if options.data != "heartbeat":
             plain["data"] = Path(options.data).name
         outcome = result.build(
-            ledger, method=options.method, seed=options.seed, baseline=baseline,
+            ledger, method=options.method, seed=options.seed, baseline=baseline, task=fleet.config.model.task,
             config={"demo": plain, "fleet": schema.plain(fleet.config)},
         )
     data = result.to_json(outcome)

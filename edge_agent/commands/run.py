@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from edge_agent.commands import online_note
 from edge_agent.commands.watchdog import Watchdog
 from edge_agent.compute.worker import ByEngine, Jobs, Threaded, Trainer, TrainerProcess
-from edge_agent.connection.alarm_command import hearing_alarms
+from edge_agent.connection.alarm_senders import hearing_alarms, over_agents_link
 from edge_agent.connection.broker_login import tls_files
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.device.agent_costs import AgentCosts
@@ -72,14 +72,16 @@ def run(
     accounts = AgentCosts(_meter(home, settings), radio_of(home, settings), own_usage)
     for remark in remarks(home, settings):
         log(f"{remark} ('edge-agent doctor' says more)")
+    alarms = over_agents_link(settings)
     agent = Agent(
         settings, state, link, service, accounts, _trainer(settings, limits, log), limits=limits,
         board=board_of(home, settings), renewal=_renewal(home, settings, link, boot, log),
-        updates=_updates(home, settings, link, log), boot=boot, providers=providers_of(home, settings), log=log,
+        updates=_updates(home, settings, link, log), alarms=alarms, boot=boot, providers=providers_of(home, settings),
+        log=log,
     )
     _restore(service, log)
     with accounts.metering(), _http_server(home, settings, service, log), _metrics(settings, agent, log), \
-            hearing_alarms(home, settings, service, log), _sources(home, settings, service, log):
+            hearing_alarms(home, settings, service, log, alarms), _sources(home, settings, service, log):
         link.open()
         try:
             await_broker(link, lambda: agent.step(TICK_S), device.broker, stopped, connect_s)

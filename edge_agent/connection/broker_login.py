@@ -1,12 +1,15 @@
-"""The files for a device's TLS connection to its broker, or none where plain MQTT is allowed."""
+"""How a device logs in at its broker, or at another one that device.toml names: TLS files, name and password."""
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import TypedDict
 
 from fleet_core.board.device_settings import Settings
-from fleet_core.link.mqtt import check_plain, parse_url
+from fleet_core.board.source_settings import Mqtt
+from fleet_core.link.broker_password import BrokerLogin, login_of
+from fleet_core.link.mqtt import MAX_INCOMING_BYTES, MqttLink, check_plain, parse_url
 
 
 class TlsFiles(TypedDict, total=False):
@@ -36,3 +39,18 @@ def tls_files(home: Path, settings: Settings, *, plain: bool = False) -> TlsFile
     if settings.tls.key is not None:
         files["key"] = home / settings.tls.key
     return files
+
+
+def link_to(about: Mqtt, home: Path, settings: Settings, max_incoming_bytes: int = MAX_INCOMING_BYTES) -> MqttLink:
+    """A further connection, not opened: to the broker of ``about``, or without one to the fleet's, there with the
+    device's own certificate and login unless ``about`` has a login. Raises ConfigError."""
+    device, own = settings.device, not about.broker
+    files: TlsFiles = tls_files(home, settings) if own else {}
+    if not own:
+        check_plain(about.broker, about.plain)
+    named = BrokerLogin(about.username, about.password_file)
+    login = login_of(home, settings.broker_login if own and named == BrokerLogin() else named)
+    return MqttLink(
+        about.broker or device.broker, client_id=f"{device.fleet}-{device.name}-{secrets.token_hex(4)}",
+        max_incoming_bytes=max_incoming_bytes, **files, **login,
+    )

@@ -188,6 +188,10 @@ class LocalData:
         y = np.array([names.index(label) for label in labels], np.int64)
         return len(samples.append(self.added_path, Samples(x, y, classes=names)))
 
+    def added_at(self) -> int:
+        """When samples were added last, for comparison; 0: never."""
+        return self.added_path.stat().st_mtime_ns if self.added_path.exists() else 0
+
     def added(self) -> int:
         """How many samples were added."""
         added = self._load_added()[0]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edge_agent.connection.alarm_command import hearing_alarms
+from edge_agent.connection.alarm_senders import hearing_alarms
 from edge_agent.http.access import CERTIFICATE, TOKEN, access_of
 from edge_agent.http.client_limits import Limits
 from edge_agent.http.http_server import HttpServer

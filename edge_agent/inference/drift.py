@@ -116,8 +116,8 @@ def _id(reference: Known) -> str:
 
 def personalize_again(service: Service, tried: int, log: Callable[[str], None]) -> int:
     """Personalizes with labelled samples that were added since the last time, if the samples have moved and the
-    personalizer embeds: gradient steps would keep the agent waiting. tried: their number at the last attempt; returns
-    the new number."""
+    personalizer embeds: gradient steps are ``ServedModelUpdate.learn_added``. tried: their number at the last attempt;
+    returns the new number."""
     from edge_agent.inference import relearn  # takes memory, and is rarely needed
 
     service.drift.follow()

@@ -120,11 +120,12 @@ class Personalization:
 
 
 def from_weights(
-    how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array], x: Array | None = None
+    how: str, weights: Weights, classes: tuple[str, ...], arrays: Mapping[str, Array], x: Array | None = None, *,
+    added: int,
 ) -> Personalization:
     """A personalization by gradient steps. arrays: the device's personal weights, as ``group/name``. x: of a task, the
-    inputs that the steps were taken on."""
-    return Personalization(how, weights.model, weights.round, classes, {**arrays, **_reference(x)}, {})
+    inputs that the steps were taken on. added: how many samples had been added."""
+    return Personalization(how, weights.model, weights.round, classes, {**arrays, **_reference(x)}, {"added": added})
 
 
 def _reference(x: Array | None) -> dict[str, Array]:

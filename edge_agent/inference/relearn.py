@@ -91,13 +91,13 @@ def _personalized(stored: StoredModels, served: Served, plan: Plan) -> tuple[Per
         personal = stored.personalize_from_samples(plan, served, stored.personalization(served.slot))
         auto = personal.settings.get("auto", {})
         return personal, Personalized(personal.how, len(every), len(every), 0, _per_class(every), auto)
-    graph, name = stored.home.graph_path(served.graph_id), f"slots/{served.slot}/serve"
+    graph, name, added = stored.home.graph_path(served.graph_id), f"slots/{served.slot}/serve", data.added()
     done = adapter.run(adapter.job(graph, name, served.weights.model, data, plan.steps, plan.rate))
     if done.error:
         raise RoundError(f"the gradient steps failed: {done.error}")
     used, of = int(done.header["samples"]), int(done.header["of"])
     x = None if data.task is None else every.x
-    personal = personalization.from_weights(plan.how, served.weights, data.classes, done.arrays, x)
+    personal = personalization.from_weights(plan.how, served.weights, data.classes, done.arrays, x, added=added)
     return personal, Personalized(plan.how, used, of, len(every) - of, _per_class(every))
 
 
@@ -225,7 +225,7 @@ def _learned(service: Service, x: Array, total: int, personalized: Callable[[], 
             service.local().take_back(total - len(x), x)
         why, hint = (error.why, WORSE_BY) if isinstance(error, WorseModel) else (error.what, error.hint)
         raise DataError(f"not kept, because with these samples: {why}", hint=hint) from error
-    except (StateError, RoundError) as error:  # the trainer uses the samples in the next round
+    except (StateError, RoundError) as error:  # the agent takes the steps later
         return {**facts, **_answering(service), "counts_later": error.what}
     return {**facts, **_answering(service), "personalization": how}
 

@@ -156,26 +156,38 @@ class Service:
                 self._switch_if_good(None, served)
             return plan
 
-    def adapted(self, arrays: Mapping[str, Any]) -> None:
-        """Takes the personal weights after gradient steps, as ``group/name``. Raises StateError if they cannot be
-        stored; the served model must then be fetched again."""
+    def adapted(self, arrays: Mapping[str, Any], added: int) -> None:
+        """Takes the personal weights after gradient steps, as ``group/name``. added: how many samples had been added.
+        Raises StateError if they cannot be stored; the served model must then be fetched again."""
         with self._changing:
             model = self.model
             if model is None or self.slots.slot_of(model) == "":
                 raise StateError("no model has been served to this device yet")
             self.model = None
             served = self.stored.served(self._slot)
-            x = None if self.layout.task is None else self.local().every().x
-            personal = personalization.from_weights(self._steps_by, served.weights, self.layout.classes, arrays, x)
-            self._switch_if_good(personal, served)
+            self._switch_if_good(self._after_steps(self._steps_by, served, arrays, added), served)
             self.model = model
 
-    def steps(self, plan: Plan) -> Job:
-        """The adapter's job: gradient steps of the graph ``adapt`` on the latest served model."""
+    def adapted_again(
+        self, arrays: Mapping[str, Any], now: Answering, how: str, added: int, base: tuple[Any, ...]
+    ) -> bool:
+        """Lets the model ``now`` answer with other personal weights, after gradient steps on more samples. how: the
+        personalizer. added: as in ``adapted``. base, result and errors: as in ``switch_personalization``."""
+        served = self.stored.served(now.slot)
+        return self.switch_personalization(self._after_steps(how, served, arrays, added), served, base)
+
+    def _after_steps(self, how: str, served: Served, arrays: Mapping[str, Any], added: int) -> Personalization:
+        x = None if self.layout.task is None else self.local().every().x
+        return personalization.from_weights(how, served.weights, self.layout.classes, arrays, x, added=added)
+
+    def steps(self, plan: Plan, again: Answering | None = None) -> Job:
+        """The adapter's job: gradient steps of the graph ``adapt`` on the latest served model, or ``again`` on one that
+        answers."""
         from edge_agent.compute import adapter
 
+        slot, model = (self._slot, self.model or "") if again is None else (again.slot, again.model)
         graph = self.stored.home.graph_path(self.graph_id or "")
-        return adapter.job(graph, f"slots/{self._slot}/serve", self.model or "", self.local(), plan.steps, plan.rate)
+        return adapter.job(graph, f"slots/{slot}/serve", model, self.local(), plan.steps, plan.rate)
 
     def _staged(self, method: Method, hyper: Mapping[str, Any], parameters: Any, weights: Weights) -> Served:
         """Writes the new weights to the slot that does not answer. parameters: ``hyper`` as the method reads it."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from edge_agent.compute.worker import Trainer
+from edge_agent.connection.alarm_senders import OverAgentsLink
 from edge_agent.connection.blob_download import Fetcher
 from edge_agent.connection.certificate_renewal import Renewal
 from edge_agent.connection.update_upload import Uploader
@@ -37,8 +38,8 @@ from fleet_core.protocol.succession import MAX_BYTES, Announced
 
 class Agent:
     """One device's agent over an open link. ``step`` raises RevokedError once a signed message revokes the device.
-    board: what this machine is, for people. providers: as in ``Graphs``. ``log`` receives what a person may want to
-    read, one line at a time."""
+    board: what this machine is, for people. alarms: messages of alarms, for this link. providers: as in ``Graphs``.
+    ``log`` receives what a person may want to read, one line at a time."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Agent:
         board: str = "",
         renewal: Renewal | None = None,
         updates: ProgramUpdates | None = None,
+        alarms: OverAgentsLink | None = None,
         boot: str | None = None,
         providers: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -83,7 +85,8 @@ class Agent:
         self._updates = PendingUpdates(
             self.name, self.boot, home, self._uploader, self._secure, self._fetcher, self._reporter, log
         )
-        self._disk, self._renewal, self._programs = Disk(home.folder, clock), renewal, updates
+        self._disk = Disk(home.folder, clock)
+        self._renewal, self._programs, self._alarms = renewal, updates, alarms
         self._tasks = RoundTasks(
             settings, self.boot, home, link, service, accounts, trainer=trainer, adapter=adapter, limits=limits,
             check=self._check, fetcher=self._fetcher, updates=self._updates, reporter=self._reporter, disk=self._disk,
@@ -117,7 +120,8 @@ class Agent:
                     self._lost = True
                     self._log(f"broker: {reason}")
                 case Denied(topic, reason):
-                    self._log(f"broker: {topic} denied: {reason}")
+                    if self._alarms is None or not self._alarms.denied(topic, reason):
+                        self._log(f"broker: {topic} denied: {reason}")
                 case Message(topic, payload):
                     self._guarded(topic, payload)
         results = [done for worker in workers if (done := worker.poll()) is not None]
@@ -156,11 +160,14 @@ class Agent:
             self._renewal.tick(self._check.time_ms / 1000)
         if self._programs is not None:
             self._programs.tick()
+        if self._alarms is not None:
+            self._alarms.tick(self.link)
         if self._reporter.unheard and self._server_boot and self.link.connected:
             self._announce(again=True)
         if self._tasks.due:
             self._follow()
             self._watch_drift()
+            self._tasks.learn_added()
             self._tasks.advance()
 
     def _follow(self) -> None:

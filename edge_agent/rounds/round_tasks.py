@@ -49,9 +49,9 @@ class RoundTasks:
         self._per_device = DevicePayload(settings.device.name, home, service, fetcher)
         self.training = TrainJobs(settings, boot, home, service, accounts, trainer, limits)
         self.serving = ServedModelUpdate(
-            service, self.models, fetcher, accounts, reporter, trainer, self._adapter, self.training, log
+            service, self.models, fetcher, accounts, reporter, trainer, self._adapter, self.training, clock, log
         )
-        self._looked = clock()
+        self._looked, self._log = clock(), log
 
     # Jobs -------------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,10 @@ class RoundTasks:
         else:
             self._accounts.end("adapt")
             self._adapter.stop()
-            self._attempt("serve", lambda: self.serving.adapted(done, self._check.manifest))
+            if self.serving.learns_added:
+                self.serving.learned(done)
+            else:
+                self._attempt("serve", lambda: self.serving.adapted(done, self._check.manifest))
         self.advance()
 
     def _on_trained(self, done: Done) -> None:
@@ -140,13 +143,25 @@ class RoundTasks:
             return
         self._attempt("state", lambda: self._updates.resolve(manifest))
         able = (self._updates.pending is None and not self.attempts.gave_up("model", manifest)
-                and not self._disk.refuses)
+                and not self._disk.refuses and not self.serving.learns_added)
         ref = self._served_now(manifest)
         if able and self.training.wanted(manifest) and (ref is None or not self.serving.goes_first(manifest, ref)):
             self._attempt("train", lambda: self._take_part(manifest))
         if ref is not None:
             self._attempt("serve", lambda: self.serving.want(manifest, ref))
         self._stop_idle_trainer(manifest)
+
+    def learn_added(self) -> None:
+        """Takes gradient steps on samples that were added, while this device has nothing else to compute."""
+        manifest = self._check.manifest
+        if manifest is None or self.busy_workers() or self.training.wanted(manifest) or self._disk.refuses:
+            return
+        try:
+            undecided = manifest.serve is not None and self._updates.undecided(manifest.serve.round)
+            if not (method_of(manifest).keeps_weights and undecided):
+                self.serving.learn_added(manifest)
+        except FleetError as error:
+            self._log(f"added samples are not learned: {error}")
 
     def _served_now(self, manifest: Manifest) -> ModelRef | None:
         """The served model, unless it failed, or must wait for this device's own training."""

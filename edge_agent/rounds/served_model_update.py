@@ -1,8 +1,15 @@
-"""A new served model: fetched, personalized, evaluated and reported."""
+"""A new served model: fetched, personalized, evaluated and reported; and gradient steps on samples that were added.
+
+Samples that come together are learned together: the steps begin ``QUIET_S`` after the last one was added, or
+``BETWEEN_S`` after the first, and never within ``BETWEEN_S`` of the steps before them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from edge_agent.compute.worker import Done, Job, Trainer
 from edge_agent.connection.blob_download import Fetcher
@@ -18,9 +25,47 @@ from edge_agent.rounds.received_models import MAX_MODEL_BYTES, Models
 from edge_agent.rounds.reports import Reporter
 from edge_agent.rounds.train_job import TrainJobs
 from fleet_core.algorithms.interface import Method
-from fleet_core.base.errors import RoundError
+from fleet_core.base.errors import FleetError, RoundError
 from fleet_core.protocol.device_messages import Alone, Evaluation
 from fleet_core.protocol.round_messages import Manifest, ModelRef
+
+QUIET_S, BETWEEN_S = 60.0, 600.0
+
+
+class AddedSamples:
+    """When gradient steps learn them."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._seen, self._last, self._first = -1, 0.0, math.inf  # when samples were added; infinite: none are new
+        self._stepped = -math.inf
+
+    def due(self, added_at: int) -> bool:
+        """added_at: as ``LocalData.added_at``."""
+        now = self._clock()
+        if added_at != self._seen:
+            self._seen, self._last, self._first = added_at, now, min(now, self._first)
+        quiet = self._first < math.inf and now - self._last >= QUIET_S
+        return (quiet or now - self._first >= BETWEEN_S) and now - self._stepped >= BETWEEN_S
+
+    def learned(self) -> None:
+        """None are new any more."""
+        self._first = math.inf
+
+    def stepped(self) -> None:
+        """Gradient steps begin."""
+        self._stepped = self._clock()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Gradient steps for added samples. now: the model that they begin from. how: the personalizer. added: number of
+    added samples. base: ``Slots.stamp`` when they began."""
+
+    now: Answering
+    how: str
+    added: int
+    base: tuple[Any, ...]
 
 
 class ServedModelUpdate:
@@ -29,12 +74,15 @@ class ServedModelUpdate:
 
     def __init__(
         self, service: Service, models: Models, fetcher: Fetcher, accounts: AgentCosts, reporter: Reporter,
-        trainer: Trainer | None, adapts: Trainer, jobs: TrainJobs, log: Callable[[str], None],
+        trainer: Trainer | None, adapts: Trainer, jobs: TrainJobs, clock: Callable[[], float],
+        log: Callable[[str], None],
     ):
         self._service, self._models, self._fetcher = service, models, fetcher
         self._accounts, self._reporter = accounts, reporter
         self._trainer, self._adapter, self._jobs, self._log = trainer, adapts, jobs, log
         self._adapting = ""  # id of the model that gradient steps are personalizing now
+        self._added, self._count = AddedSamples(clock), 0  # number of added samples when the last steps began
+        self._steps: Steps | None = None
         self._asked = -1  # sequence number of the manifest that asked for it
         self._told = ""  # id of the model whose evaluation was reported since the start
         self._evaluations: tuple[Evaluation, ...] = ()
@@ -66,7 +114,7 @@ class ServedModelUpdate:
         method = method_of(manifest)
         hyper, trains = hyper_of(method, manifest.method.hyper), bool(self._jobs.engine(manifest))
         worker = self._worker(self._service.plan(method, hyper, trainer=trains))
-        if worker is not None and worker.busy:
+        if worker is not None and (worker.busy or self._steps is not None):
             return
         plan = self._service.load(method, manifest.method.hyper, weights, trainer=trains)
         self._models.served = None
@@ -75,7 +123,8 @@ class ServedModelUpdate:
         if worker is None:
             return self._evaluate(self._without_trainer(method) if plan.kind == "left" else "")
         self._accounts.begin("adapt")
-        self._adapting, self._asked = weights.model, manifest.seq
+        self._adapting, self._asked, self._count = weights.model, manifest.seq, self._service.local().added()
+        self._added.stepped()
         by_trainer = plan.kind == "trainer"
         worker.submit(Job("adapt", self._jobs.header(manifest)) if by_trainer else self._service.steps(plan))
 
@@ -105,8 +154,54 @@ class ServedModelUpdate:
         used, there = done.header.get("samples"), done.header.get("of", 0)
         if used is not None and used < there:
             self._log(f"personalized on {used} of {there} samples, about as many of each class")
-        self._service.adapted(done.arrays)
+        self._service.adapted(done.arrays, self._count)
         self._evaluate()
+
+    # Added samples ----------------------------------------------------------------------------------------------------
+
+    @property
+    def learns_added(self) -> bool:
+        """Whether gradient steps on added samples are being taken."""
+        return self._steps is not None
+
+    def learn_added(self, manifest: Manifest) -> None:
+        """Begins gradient steps on all samples if some were added since the last ones and it is time. No worker may be
+        busy. Raises FleetError."""
+        service, now = self._service, self._service.answering
+        if now is None or service.model not in (None, now.model) or not self._added.due(service.local().added_at()):
+            return
+        method, trains = method_of(manifest), bool(self._jobs.engine(manifest))
+        plan = service.plan(method, hyper_of(method, manifest.method.hyper), trainer=trains)
+        added = service.local().added()
+        worker, personal = self._worker(plan), service.stored.personalization(now.slot)
+        counted = 0 if personal is None else personal.settings.get("added", added)
+        by_trainer = plan.kind == "trainer"
+        if by_trainer and (manifest.serve is None or manifest.serve.model != now.model):
+            return
+        self._added.learned()
+        if worker is None or counted == added:
+            return
+        self._steps = Steps(now, plan.how, added, service.slots.stamp())
+        self._added.stepped()
+        self._accounts.begin("adapt")
+        worker.submit(Job("adapt", self._jobs.header(manifest)) if by_trainer else service.steps(plan, again=now))
+
+    def learned(self, done: Done) -> None:
+        """Gradient steps on added samples ended: their result answers, unless the device would answer worse, or another
+        process has changed what answers."""
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
+        text = f"{steps.added} added sample{'s' * (steps.added > 1)}"
+        try:
+            if done.error:
+                raise RoundError(done.error)
+            if self._service.adapted_again(done.arrays, steps.now, steps.how, steps.added, steps.base):
+                self._log(f"personalized again, with {text}, by {steps.how}")
+        except FleetError as error:
+            self._log(f"not personalized again, with {text}: {error}")
+
+    # Reports ----------------------------------------------------------------------------------------------------------
 
     def _evaluate(self, failed: str = "") -> None:
         """Reports how the new model does on the test samples, and whether it answers or was rolled back."""

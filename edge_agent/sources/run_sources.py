@@ -255,11 +255,11 @@ class Running:
             self._lost(one_line(error))
         self.last = (sample, name := device.add(sample.x, time=sample.time))
         self._kept_at, self.state = sample.time, replace(self.state, kept=self.state.kept + 1)
-        if self._settings.alarm.command:
+        if self._settings.alarm.command or self._settings.alarm.topic:
             self._answer(sample, name)
 
     def _answer(self, sample: Taken, name: str) -> None:
-        """Asks the model, so that the device's command hears of an alarm. name: the sample's id."""
+        """Asks the model, so that the device's command and topic hear of an alarm. name: the sample's id."""
         try:
             self._service.answers(sample.x[None], name=name)
             self._unanswered = ""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
-from edge_agent.connection.broker_login import TlsFiles, tls_files
+from edge_agent.connection.broker_login import link_to
 from edge_agent.sources.interface import MAX_MESSAGE_BYTES, Item, Lost, Pace
 from edge_agent.sources.text_lines import TextLines
 from fleet_core.base.errors import SourceError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.source_settings import Mqtt, MqttSource
-from fleet_core.link.broker_password import BrokerLogin, login_of
 from fleet_core.link.interface import Denied, Disconnected, Message
-from fleet_core.link.mqtt import MqttLink, check_plain
 
 PACKET_BYTES = MAX_MESSAGE_BYTES + 70_000
 DENIED = "let this device read the topic, or name another broker: broker = \"mqtt://HOST\""
@@ -23,17 +20,8 @@ class Topic:
     """The messages on a topic. Raises ConfigError for settings that cannot be used, LinkError for a wrong topic."""
 
     def __init__(self, about: Mqtt, home: Path, settings: Settings):
-        device, own = settings.device, not about.broker
-        self._url = about.broker or device.broker
-        files: TlsFiles = tls_files(home, settings) if own else {}
-        named = BrokerLogin(about.username, about.password_file)
-        login = login_of(home, settings.broker_login if own and named == BrokerLogin() else named)
-        if not own:
-            check_plain(about.broker, about.plain)
-        self._link = MqttLink(
-            self._url, client_id=f"{device.fleet}-{device.name}-{secrets.token_hex(4)}",
-            max_incoming_bytes=PACKET_BYTES, **files, **login,
-        )
+        self._url = about.broker or settings.device.broker
+        self._link = link_to(about, home, settings, PACKET_BYTES)
         self._link.subscribe(about.topic)
         self._link.open()
 

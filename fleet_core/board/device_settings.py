@@ -9,7 +9,7 @@ from fleet_core.base import config
 from fleet_core.base.errors import ConfigError
 from fleet_core.board import source_settings
 from fleet_core.board.profile import SENSORS
-from fleet_core.board.source_settings import BUTTONS, SOURCES, Button, Source
+from fleet_core.board.source_settings import BUTTONS, SOURCES, Button, Mqtt, Source
 from fleet_core.link.broker_password import BrokerLogin
 
 ENGINES = ("torch", "onnx")
@@ -165,12 +165,14 @@ class Unlabelled:
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Alarm(Mqtt):
     """Of a fleet that detects anomalies. command: a program and its words, which runs in the device's home when a
-    sample is an alarm; empty: none. every_s: seconds from one run to the next, at least."""
+    sample is an alarm; empty: none. topic: what MQTT topic a message is published to; empty: none. every_s: seconds
+    from one run, and from one message, to the next, at least."""
 
     command: tuple[str, ...] = field(default=(), metadata={"max_length": 4096})
     every_s: float = field(default=60.0, metadata={"min": 0, "max": 86_400})
+    topic: str = field(default="", kw_only=True, metadata={"max_length": 1024})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@
     fl1/{fleet}/a/{device}/rep               a report: metrics and costs outside an upload
     fl1/{fleet}/a/{device}/dn                aggregator to device: need, done, reject, counted
     fl1/{fleet}/a/{device}/q/{id}, an/{id}   a request for predictions, and its answer
+    fl1/{fleet}/a/{device}/alarm             an anomaly, if device.toml names this topic
     fl1/{fleet}/alert/{kind}                 what needs a person, retained while it lasts
     fl1/{fleet}/srv                          the aggregator's presence, retained, with last will
     fl1/{fleet}/en/{token}/req, ans          enrolment: a signing request, and the certificate
@@ -95,6 +96,10 @@ def answer(fleet: str, device: str, question_id: str) -> str:
     return f"{ROOT}/{fleet}/a/{device}/an/{question_id}"
 
 
+def alarm(fleet: str, device: str) -> str:
+    return f"{ROOT}/{fleet}/a/{device}/alarm"
+
+
 def enrolment_request(fleet: str, token: str) -> str:
     return f"{ROOT}/{fleet}/en/{token}/req"
 
@@ -112,7 +117,7 @@ def from_devices(fleet: str) -> tuple[str, ...]:
 def not_retained(fleet: str) -> tuple[str, ...]:
     """Filters for the topics on which devices send messages that must not be retained."""
     device = f"{ROOT}/{fleet}/a/+"
-    return (f"{device}/rep", f"{device}/up/+/+", f"{device}/an/+")
+    return (f"{device}/rep", f"{device}/up/+/+", f"{device}/an/+", f"{device}/alarm")
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
 from fleet_core.data.partitions import pool
+from fleet_core.data.readers import rate_wanted
 from fleet_core.data.samples import Samples, load
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
+from fleet_core.data.shaping import resize
 from fleet_core.data.time_split import by_time
 from fleet_core.tasks import anomaly
 from fleet_core.tasks.task import reading
@@ -54,9 +56,11 @@ class Recordings:
 
 
 def recordings(
-    data: str, window: int | None = None, stride: int | None = None, task: str = "classes", names: Sequence[str] = ()
-) -> Recordings:
-    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. task: what the samples
+    data: str, window: int | None = None, stride: int | None = None, task: str = "classes", names: Sequence[str] = (),
+    *, size: str | None = None, fit: str | None = None, rate: int | None = None, seconds: float | None = None,
+) -> Recordings:  # fmt: skip
+    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. size, fit, rate,
+    seconds: as in ``first_settings.load_data``. task: what the samples
     are for; names: of its numbers or labels, empty for the file's own, or of the labels of quiet samples. Raises
     DataError if methods cannot be compared on it."""
     named = data in entries()
@@ -66,12 +70,22 @@ def recordings(
                         where=data, expected=f"a path, or one of {', '.join(entries())}")
     if named and (window is not None or stride is not None):
         raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
+    form = schema.present({"size": size, "fit": fit, "rate": rate, "seconds": seconds})
+    if named and form:
+        raise DataError("is a named set, whose samples are as they are", where=data,
+                        hint="leave out --size, --fit, --rate and --seconds")
     options = reading(task, names)
     if named and options:
         raise DataError("is a named set, which has classes", where=data, hint=f"leave out --task {task}")
     found = load_set(data) if named else None
-    samples = load(Path(data), window=window, stride=stride, **options) if found is None else pool(
-        found.train, found.test)
+    if found is None:
+        pixels, how = resize.size_of(size, fit)
+        samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, seconds=seconds,
+                       sound_hz=rate_wanted(Path(data), rate, seconds, window), **options)
+        if how != "refuse" and samples.x.ndim != 4:
+            raise DataError("holds no images", where=data, hint="leave out --size and --fit")
+    else:
+        samples = pool(found.train, found.test)
     if samples.client is None:
         raise DataError("names no client, so it is unknown which samples belong to one device", where=data,
                         hint="add an array or a column 'client'")
@@ -99,7 +113,7 @@ def recordings(
         learned = by_time(samples, TRAIN_FRACTION)[0]
         spec = model_input.standardized(learned.x[learned.y == 0] if task == anomaly.KIND else learned.x)
         key = "normal" if task == anomaly.KIND else "outputs"
-        cut = schema.present({"window": window, "stride": stride, key: list(names) or None})
+        cut = {**schema.present({"window": window, "stride": stride, key: list(names) or None}), **form}
         section = {"path": data, **cut, **({"mean": spec.mean, "std": spec.std} if spec.mean else {})}
     models = REPEATING_MODELS if task == anomaly.KIND else models_for(samples, found.entry.model if found else "")
     return Recordings(samples, section, len(enough), models, tuple(remarks))

@@ -80,7 +80,7 @@ class Options:
     """data: a named set or a file. board: the profile that gives joules. window, stride: how a file of readings is cut
     into windows. codecs: the codecs to try with the best method, each NAME for both ways or UP/DOWN. task: as in an
     experiment. names: of its numbers or labels, empty for the file's own, or of the labels of quiet samples. loss: of
-    numbers."""
+    numbers. size, fit, rate, seconds: as in ``first_settings.load_data``."""
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})
@@ -91,6 +91,10 @@ class Options:
     task: str = field(default=TASKS[0], metadata={"choices": TASKS, "sparse": True})
     names: tuple[str, ...] = field(default=(), metadata={"sparse": True})
     loss: str = field(default=LOSSES[0], metadata={"choices": LOSSES, "sparse": True})
+    size: str | None = field(default=None, metadata={"sparse": True})
+    fit: str | None = field(default=None, metadata={"sparse": True})
+    rate: int | None = field(default=None, metadata={"sparse": True})
+    seconds: float | None = field(default=None, metadata={"sparse": True})
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -138,7 +142,8 @@ def advise(
 
     Raises DataError for data that cannot be evaluated, and ConfigError for a budget that is too short.
     """
-    found = recordings(options.data, options.window, options.stride, options.task, options.names)
+    found = recordings(options.data, options.window, options.stride, options.task, options.names, size=options.size,
+                       fit=options.fit, rate=options.rate, seconds=options.seconds)
     work = _Work(options, found, out, simulate, cores, clock)
     for remark in work.remarks:
         say(f"note: {remark}")
@@ -338,8 +343,8 @@ class _Work:
         samples, task = self._found.samples, self._workload.task
         one, named = federated(advice), samples.classes is not None or task is not None
         model, rounds = self._models[one.model], max(advice.rounds, FLEET_ROUNDS)
-        cut = "".join(f" --{name} {value}" for name, value in (("window", options.window), ("stride", options.stride))
-                      if value is not None)
+        cut = "".join(f" --{name} {value}" for name in ("window", "stride", "size", "fit", "rate", "seconds")
+                      if (value := getattr(options, name)) is not None)
         cut += options.init
         command = (f"metafleet init FLEET --data {typed(options.data)}{cut} --method {one.method} --model {model.name} "
                    f"--rounds {rounds}")

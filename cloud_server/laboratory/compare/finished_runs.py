@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.figures.scores import ACCURACY, AMOUNT, FIGURES, SHARE
+from cloud_server.figures.scores import ACCURACY, AMOUNT, FIGURES, SHARE, Compared, TaskScore
 from cloud_server.results import outcome
 from cloud_server.results import result as results
 from cloud_server.results.folded_rounds import FoldedSums
@@ -91,11 +91,9 @@ def read(path: Path) -> FinishedRun:
     """The run in a result.json or a fleet's folder. Raises StateError if no round of it was evaluated."""
     data = outcome.read(path) if path.is_file() else outcome.of_fleet(path)
     made = of_simulation(data, path) if data.get("kind") == outcome.SIMULATION else _of_fleet(data, path)
-    if data.get("task"):
-        raise StateError("is of a fleet that predicts numbers", where=str(path), expected="simulations, or fleets with "
-                         "classes")
     if not made.last.get(DEVICES):
-        raise StateError("no round of it was evaluated", where=str(path))
+        hint = "give the fleet's folder in place of its result.json" if data.get("task") else None
+        raise StateError("no round of it was evaluated", where=str(path), hint=hint)
     return made
 
 
@@ -127,26 +125,15 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """The same of errors, which have no upper limit."""
-
-    mean: float = field(metadata=AMOUNT)
-    worst: float = field(metadata=AMOUNT)
-    best: float = field(metadata=AMOUNT)
-    variance: float | None = field(default=None, metadata=AMOUNT)
-    pooled: float | None = field(default=None, metadata=AMOUNT)
-
-
-@dataclass(frozen=True)
 class Evaluated:
     """Figures of one kind of devices after one round: those of ``FIGURES``. measures: of a task without classes, which
     has no macro_f1."""
 
     accuracy: Shares | None = None
-    error: Amounts | None = None
+    error: Compared | None = None
     micro_f1: Shares | None = None
     auroc: Shares | None = None
-    difference: Amounts | None = None
+    difference: Compared | None = None
     measures: Mapping[str, Mapping[str, float]] | None = None
     macro_f1: float | None = field(default=None, metadata=SHARE)
     devices: Mapping[str, float] | None = None
@@ -215,8 +202,7 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> FinishedRun:
         raise StateError(f"is not a simulation result: {'; '.join(map(str, problems[:5]))}", where=str(path))
     setting, choices, targets = _asked(run.config)
     points, spent = [], _Spending()
-    rows = [set(row.known) for row in run.rounds if row.known]
-    figure = next((key for key in FIGURES if rows and key in set.intersection(*rows)), ACCURACY.key)
+    figure = _figure(row.known for row in run.rounds)
     for row in run.rounds:
         spent.add(_amounts(row, _fallah_rounds(row)))
         if figure in row.known:
@@ -226,6 +212,13 @@ def of_simulation(data: Mapping[str, Any], path: Path) -> FinishedRun:
         path, outcome.SIMULATION, run.label, run.method, run.seed, run.devices, setting, choices, targets,
         tuple(points), last, spent.sums(), run.seconds, run.rounds[-1].loss if run.rounds else None, figure,
     )
+
+
+def _figure(rows: Iterable[Iterable[str]]) -> str:
+    """The key of the first figure that is known in every evaluated round. rows: the figures that are known, by
+    round."""
+    known = [set(row) for row in rows if row]
+    return next((key for key in FIGURES if known and key in set.intersection(*known)), ACCURACY.key)
 
 
 def _amounts(row: Round | RoundFigures | FoldedSums, fallah_rounds: float | None) -> dict[str, float | None]:
@@ -281,10 +274,13 @@ def _figures(evaluated: Evaluated, figure: str) -> dict[str, float]:
         return {}
     every = {**schema.plain(spread), "macro_f1": evaluated.macro_f1,
              "calibration_error": evaluated.calibration_error}
-    every |= {f"{measure} {output}": value for measure, of in (evaluated.measures or {}).items()
-              for output, value in of.items()}
+    every |= _measures(evaluated.measures)
     every["devices"] = None if evaluated.devices is None else float(len(evaluated.devices))
     return schema.present(every)
+
+
+def _measures(measures: Mapping[str, Mapping[str, float]] | None) -> dict[str, float]:
+    return {f"{measure} {output}": value for measure, of in (measures or {}).items() for output, value in of.items()}
 
 
 def _asked(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], tuple[float, ...]]:
@@ -315,18 +311,23 @@ def _of_fleet(data: Mapping[str, Any], path: Path) -> FinishedRun:
     points, spent = [], _Spending()
     if run.folded is not None:
         spent.add({**_amounts(run.folded, paper and paper * run.folded.closed), "rounds": float(run.folded.closed)})
+    figure = _figure(known or () for known in (*(row.compared for row in run.rounds), run.compared))
     for row in run.rounds:
         spent.add(_amounts(row, paper))
         if row.accuracy is not None:
             more = schema.present({"macro_f1": row.macro_f1, "calibration_error": row.calibration_error})
             points.append(Point(row.round, {DEVICES: {**schema.plain(row.accuracy), **more}}, spent.sums()))
+        elif row.compared:
+            points.append(Point(row.round, {DEVICES: _of_task(row.compared[figure], row.task)}, spent.sums()))
     return FinishedRun(path, "fleet", run.method, run.method, run.seed, run.devices, _setting(run.config),
-                 _choices(run.config), (), tuple(points), _last(run, points), spent.sums(),
-                 sum(row.seconds or 0.0 for row in (*run.rounds, run.folded) if row is not None))
+                 _choices(run.config), (), tuple(points), _last(run, points, figure), spent.sums(),
+                 sum(row.seconds or 0.0 for row in (*run.rounds, run.folded) if row is not None), figure=figure)
 
 
-def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:
+def _last(run: Result, points: Sequence[Point], figure: str) -> dict[str, Scores]:
     """The last evaluation of every device of a fleet."""
+    if run.compared or run.compared_new_devices:
+        return _last_of_task(run, points, figure)
     own = {**(points[-1].scores[DEVICES] if points else {}), **_spread(p for p in run.personalization if not p.new)}
     new = _spread(p for p in run.personalization if p.new)
     if new and run.new_devices:
@@ -334,6 +335,21 @@ def _last(run: Result, points: Sequence[Point]) -> dict[str, Scores]:
         new |= {"pooled": run.new_devices.accuracy, "macro_f1": run.new_devices.macro_f1,
                 **({} if more is None else {"calibration_error": more})}
     return {name: scores for name, scores in ((DEVICES, own), ("new", new)) if scores}
+
+
+def _last_of_task(run: Result, points: Sequence[Point], figure: str) -> dict[str, Scores]:
+    before: Scores = points[-1].scores[DEVICES] if points else {}
+    found, new = run.compared or {}, run.compared_new_devices or {}
+    count = {one: float(sum(p.task is not None and p.new is one for p in run.personalization)) for one in (False, True)}
+    scores = run.task_new_devices or {}
+    every = {DEVICES: {**before, **_of_task(found[figure]), "devices": count[False]} if figure in found else before,
+             "new": {**_of_task(new[figure], scores.get("after", scores.get("before"))), "devices": count[True]}
+             if figure in new else {}}
+    return {name: one for name, one in every.items() if one}
+
+
+def _of_task(spread: Compared, score: TaskScore | None = None) -> dict[str, float]:
+    return {**schema.present(schema.plain(spread)), **_measures(score.measures if score else None)}
 
 
 def _spread(devices: Iterable[Personalization]) -> dict[str, float]:

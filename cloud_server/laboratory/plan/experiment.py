@@ -60,7 +60,8 @@ SEVERAL = ("method", "seeds")
 class DataSection:
     """set: a named set (``metafleet datasets``). path: the user's file or folder, instead of a set. window, stride: in
     a file of readings, the number of readings per window and from one window to the next. size, fit: of images, as in
-    ``resize.size_of``. limit: number of samples, drawn with the partition's seed; 0 for all. options: options of the
+    ``resize.size_of``. rate, seconds: of sound, as in ``readers.rate_wanted``; with a window, rate is that of the
+    readings. limit: number of samples, drawn with the partition's seed; 0 for all. options: options of the
     set ``synthetic``. scale, mean, std: scaling of the model's input, instead of the set's own. standardize: instead of
     scale, mean and std, scale each feature to mean 0 and deviation 1 over all samples of all devices, which a fleet
     cannot do. backbone: a file of 'metafleet backbone make', whose features are the samples of every device. outputs:
@@ -73,6 +74,8 @@ class DataSection:
     stride: int | None = field(default=None, metadata={"min": 1, "max": 1_000_000})
     size: str | None = field(default=None, metadata={"pattern": SIZE, "words": "64, or 96x64 for width by height"})
     fit: str | None = field(default=None, metadata={"choices": FITS})
+    rate: int | None = field(default=None, metadata={"min": 1, "max": 192_000, "sparse": True})
+    seconds: float | None = field(default=None, metadata={"min": 0.05, "max": 60, "sparse": True})
     options: Mapping[str, Any] = field(default_factory=dict)
     limit: int = field(default=0, metadata={"min": 0, "max": 1 << 40})
     scale: float | None = field(default=None, metadata={"above": 0, "max": 1e9})
@@ -286,6 +289,8 @@ def _checks(found: Experiment) -> Iterator[schema.Problem]:
         yield schema.Problem("data.window", "is only for a file of readings: give data.path")
     if found.data.path is None and (found.data.size or found.data.fit):
         yield schema.Problem("data.size", "is only for images in files: give data.path")
+    if found.data.path is None and (found.data.rate or found.data.seconds):
+        yield schema.Problem("data.rate", "is only for sound or readings in files: give data.path")
     yield from _below(
         "partition.options", schema.read(PARTITIONS[found.partition.kind].options, found.partition.options)[1])
     yield from _evaluation_checks(found.evaluation)

@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from cloud_server.figures.scores import f1_by_class
+from cloud_server.figures.scores import compared, f1_by_class
 from cloud_server.laboratory.run.device_work import TEST_STEP, DeviceEvaluation, TrainedDevice
 from fleet_core.algorithms.interface import Method
+from fleet_core.base import schema
 from fleet_core.base.error_bounds import Spread
 from fleet_core.power.energy_model import STATED
 from fleet_core.power.radio import NO_RADIO, RadioModel
 from fleet_core.tasks import calibration
-from fleet_core.tasks.task import KINDS, Task, together
+from fleet_core.tasks.task import Task, together
 
 Array = np.ndarray[Any, Any]
 
@@ -147,23 +148,20 @@ def _of_task(evaluations: Sequence[DeviceEvaluation], task: Task) -> dict[str, A
     ``measures``: the task's measures over all samples. ``devices``: the first of the figures."""
     every = {v.client: v.measured for v in evaluations if v.measured is not None}
     plain = [v.measured_before for v in evaluations if v.measured_before is not None]
-    pooled, by_device = together(task, list(every.values())), dict[str, dict[str, float]]()
-    before: dict[str, Any] = {"measures": together(task, plain).figures} if len(plain) == len(every) else {}
-    summary: dict[str, Any] = {"measures": pooled.figures}
-    for figure in KINDS[task.kind].COMPARED:
-        known = {client: one.compared[figure.key] for client, one in every.items() if figure.key in one.compared}
-        if not known:
-            continue
-        by_device[figure.key], values = known, np.array(list(known.values()))
-        low, high = float(values.min()), float(values.max())
-        summary[figure.key] = {
-            "mean": float(values.mean()), "worst": high if figure.lower else low, "best": low if figure.lower else high,
-            "variance": float(values.var()), "pooled": pooled.compared[figure.key],
+    known = compared(task, list(every.values()))
+    first = next(iter(known))
+    summary = {
+        "measures": together(task, list(every.values())).figures,
+        **{key: schema.plain(spread) for key, spread in known.items()},
+        "devices": {client: one.compared[first] for client, one in every.items() if first in one.compared},
+    }
+    if len(plain) == len(every):
+        before = compared(task, plain)
+        summary["before"] = {
+            "measures": together(task, plain).figures,
+            **{key: {"mean": before[key].mean, "pooled": before[key].pooled} for key in known},
         }
-        if before:
-            mean = float(np.mean([one.compared[figure.key] for one in plain if figure.key in one.compared]))
-            before[figure.key] = {"mean": mean, "pooled": together(task, plain).compared[figure.key]}
-    return {**summary, "devices": next(iter(by_device.values())), **({"before": before} if before else {})}
+    return summary
 
 
 def macro_f1(confusion_NM: Array) -> float:

@@ -14,7 +14,7 @@ from fleet_core.data.readers.images import read_images, read_unsorted
 from fleet_core.data.readers.ndjson import read_ndjson
 from fleet_core.data.readers.npz import read_npz
 from fleet_core.data.readers.raw import SECONDS, Cut, Raw, row_number
-from fleet_core.data.readers.sounds import is_sound, rate_of, read_sounds
+from fleet_core.data.readers.sounds import is_sound, rate_of, rate_wanted, read_sounds
 
 __all__ = [
     "SECONDS",
@@ -23,6 +23,7 @@ __all__ = [
     "has_labels",
     "is_sound",
     "rate_of",
+    "rate_wanted",
     "read",
     "read_csv",
     "read_images",

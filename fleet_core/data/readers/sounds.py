@@ -60,6 +60,22 @@ def rate_of(path: Path) -> int:
     return lowest
 
 
+def rate_wanted(path: Path, rate: int | None, seconds: float | None, window: int | None = None) -> int:
+    """The rate of a fleet that learns from sound: the given one, or the recordings'; 0 for other samples. seconds: of a
+    window of sound, if it is asked for; window: of readings, whose rate ``rate`` is then. Raises DataError."""
+    if window is not None and seconds is None:
+        return 0
+    if rate is not None or (path.exists() and is_sound(path)):
+        if rate is not None and rate < sound.LOWEST_HZ:
+            raise DataError(f"{rate} Hz is not a valid rate for sound", where=str(path),
+                            expected=f"{sound.LOWEST_HZ} Hz or more", hint="the rate of readings goes with --window")
+        return rate or rate_of(path)
+    if seconds is not None:
+        raise DataError("holds no sound", where=str(path), expected="a folder of .wav files",
+                        hint="leave out --seconds, or give the --rate of sound in arrays")
+    return 0
+
+
 def read_sounds(path: Path, limit_bytes: int, cut: Cut, *, labelled: bool = True) -> Raw:
     """x float32 [N, bands, frames]: the windows of each recording, in the order of time. labelled: a folder with a
     subfolder for each class, with a folder of those for each device, or with a labels.csv; False: a .wav file or a

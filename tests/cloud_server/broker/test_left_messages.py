@@ -14,7 +14,8 @@ from fleet_core.protocol import messages, topics
 from fleet_core.protocol.device_messages import Report
 from tests.support.inprocess import World, config_text, toy, without_fsync, world
 
-LEFT = ("fl1/t/a/d0/rep", "fl1/t/a/d0/up/1/m", "fl1/t/a/d0/up/7/3", "fl1/t/a/d0/up/x/y", "fl1/t/a/d0/an/1")
+LEFT = ("fl1/t/a/d0/rep", "fl1/t/a/d0/up/1/m", "fl1/t/a/d0/up/7/3", "fl1/t/a/d0/up/x/y", "fl1/t/a/d0/alarm",
+        "fl1/t/a/d0/an/1")
 
 
 @pytest.fixture(autouse=True)

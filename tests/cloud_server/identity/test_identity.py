@@ -144,7 +144,8 @@ def test_access_lists_hold_what_the_protocol_says_and_no_more() -> None:
     device = [line for line in mosquitto_config.access("f", []).splitlines() if line.startswith("pattern")]
     assert device == [
         "pattern write fl1/f/a/%u/up/+/+", "pattern write fl1/f/a/%u/st", "pattern write fl1/f/a/%u/rep",
-        "pattern write fl1/f/a/%u/an/+", "pattern read fl1/f/a/%u/dn", "pattern read fl1/f/a/%u/q/#",
+        "pattern write fl1/f/a/%u/an/+", "pattern write fl1/f/a/%u/alarm",
+        "pattern read fl1/f/a/%u/dn", "pattern read fl1/f/a/%u/q/#",
         "pattern read fl1/f/r/#", "pattern read fl1/f/b/#", "pattern read fl1/f/srv",
     ]
     assert mosquitto_config.enrolment_access("f") == "pattern write fl1/f/en/%u/req\npattern read fl1/f/en/%u/ans\n"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import metafleet
+from cloud_server.laboratory.compare import finished_runs
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
@@ -94,6 +95,21 @@ def test_results_have_f1_in_place_of_accuracies(fleet: World) -> None:
     assert last["task"]["measures"]["micro_f1"]["all"] == pytest.approx(2 * both / met)
     exact = sum(row.sums["exact"][0] for row in rows) / 48
     assert last["task"]["measures"]["exact_match"]["all"] == pytest.approx(exact)
+
+
+def test_a_fleet_is_compared_by_the_figure_of_its_task(fleet: World) -> None:
+    run = finished_runs.read(fleet.fleet.folder)
+    task, rounds = fleet.fleet.config.model.task, fleet.fleet.config.fleet.rounds
+    assert task is not None
+    by_hand = [task.of_sums(row.samples, row.sums).compared["micro_f1"]
+               for row in fleet.server.ledger.rows(TaskEvaluation, stage="after") if row.round == rounds]
+    assert run.figure == "micro_f1"
+    assert [point.round for point in run.points] == [rounds]
+    for scores in (run.points[-1].scores["devices"], run.last["devices"]):
+        assert scores["mean"] == pytest.approx(sum(by_hand) / 2)
+        assert {scores["worst"], scores["best"]} == set(by_hand)
+        assert "micro_f1 all" in scores
+    assert run.last["devices"]["devices"] == 2
 
 
 def test_listings_and_the_report_show_f1(fleet: World) -> None:

@@ -249,7 +249,7 @@ def test_personal_weights_that_diverged_are_rolled_back(tmp_path: Path) -> None:
     before = device.answers(X)
     assert before.personalization == "none"
     wrong = {k: a * np.nan for k, a in storage.flatten(models.initial(homes.layout(), 0)).items()}
-    device.adapted(wrong)
+    device.adapted(wrong, 0)
     assert device.rolled_back is not None
     assert homes.restored(place).answers(X) == device.answers(X) == before
 

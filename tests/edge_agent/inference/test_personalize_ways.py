@@ -131,7 +131,7 @@ def test_a_restart_answers_the_same_and_the_choice_applies_to_later_rounds(tmp_p
     plan = again.load(METHODS[HEADED], {}, homes.weights_of(homes.served_weights(HEADED, factor=2.1), 2), trainer=True)
     if way == "adapt":
         assert plan.kind == "steps"
-        again.adapted(adapter.handle(again.steps(plan)).arrays)
+        again.adapted(adapter.handle(again.steps(plan)).arrays, 0)
     assert (again.answers(X).round, again.personalization) == (2, {"adapt": "sgd"}.get(way, way))
     assert homes.restored(place).answers(X) == again.answers(X)
 

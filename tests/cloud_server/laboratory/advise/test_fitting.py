@@ -4,7 +4,9 @@ a fleet."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +175,37 @@ def test_init_demo_and_advise_cut_readings(tmp_path: Path) -> None:
         load_data("heartbeat", window=4)
     with pytest.raises(DataError, match="is a named set, which is not cut into windows"):
         recordings("heartbeat", 4)
+
+
+def same_as_init(path: Path, **form: Any) -> InputSpec:
+    """The input of the experiments that ``advise`` runs on these samples, which are bit by bit those of ``init``."""
+    wanted, spec = load_data(str(path), **form)
+    advised = recordings(str(path), form.pop("window", None), form.pop("stride", None), **form)
+    settings: dict[str, Any] = {"data": advised.section, "model": {"name": "mlp"}, "partition": {"kind": "natural"}}
+    found = workload.build(experiments.read(lab.settings(path, **settings)))
+    np.testing.assert_array_equal(found.samples.x, wanted.x)
+    assert replace(found.spec, mean=spec.mean, std=spec.std) == spec
+    return found.spec
+
+
+def test_advise_takes_images_sound_and_readings_in_the_form_of_a_fleet(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    client, y = [f"c{k // 20}" for k in range(80)], np.tile(["on", "off"], 40)
+    np.savez(tmp_path / "photos.npz", x=rng.integers(0, 256, (80, 3, 6, 9), dtype=np.uint8), client=client, y=y)
+    assert same_as_init(tmp_path / "photos.npz", size="8x4", fit="stretch").shape == (3, 4, 8)
+    np.savez(tmp_path / "sound.npz", x=(1000 * rng.normal(size=(80, 4000))).astype(np.int16), client=client, y=y)
+    assert same_as_init(tmp_path / "sound.npz", rate=8000, seconds=0.5).sound_hz == 8000
+    rows = [row for client in "abcd" for k, label in enumerate(("on", "off"))
+            for row in readings(client, label, np.arange(60) + 60 * k, 7 * k)]
+    path = write(tmp_path, lines(HEADER, *rows))
+    spec = same_as_init(path, window=4, stride=2, rate=50)
+    assert (spec.rate_hz, spec.stride, spec.sound_hz) == (50.0, 2, 0)
+    for data, form, said in (("heartbeat", {"rate": 8000}, "whose samples are as they are"),
+                             (str(path), {"window": 4, "size": "8"}, "holds no images"),
+                             (str(path), {"seconds": 1.0}, "holds no sound"),
+                             (str(path), {"rate": 50}, "50 Hz is not a valid rate for sound")):
+        with pytest.raises(DataError, match=said):
+            recordings(data, **form)
 
 
 @pytest.mark.slow

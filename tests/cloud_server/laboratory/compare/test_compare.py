@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cloud_server.figures.formatting import flops_text
-from cloud_server.figures.scores import Score
+from cloud_server.figures.scores import Compared, Score, TaskScore
 from cloud_server.laboratory.compare import comparison_charts, finished_runs, html_page, tables
 from cloud_server.laboratory.compare.comparison import Bound, Comparison, Entry, Stat, compare, to_json
 from cloud_server.laboratory.compare.finished_runs import DEVICES
@@ -426,6 +426,62 @@ def test_demos_of_different_data_are_refused(tmp_path: Path) -> None:
     places = demo(tmp_path, "fedavg"), demo(tmp_path, "fedprox", devices=3)
     with pytest.raises(ConfigError, match="these runs have different data"):
         compared(*places)
+
+
+def task_fleet(folder: Path, method: str, figure: str, task: str, means: tuple[float, float], **spread: float) -> Path:
+    """The result.json of a fleet without classes, evaluated after both of its rounds, and of a new device."""
+    measures = {"m": {"speed": means[1]}}
+    score = TaskScore(task=task, samples=9, measures=measures)
+    rounds = tuple(
+        results.RoundFigures(round=number, participants=2, refused=0, models_transmitted=4.0, task=score,
+                             compared={figure: Compared(mean, **{"worst": 0.9, "best": 0.1, "pooled": mean, **spread})})
+        for number, mean in enumerate(means, 1)
+    )
+    run = results.Result(
+        format=1, method=method, seed=0, environment={}, devices=2, rounds=rounds,
+        config={"fleet": {"method": method}, "model": {"name": "mlp"}}, task={"after": score},
+        task_new_devices={"after": score}, compared={figure: Compared(means[1], 0.8, 0.2, 0.01, means[1])},
+        compared_new_devices={figure: Compared(0.7, 0.7, 0.7)},
+        personalization=tuple(results.Personalization(device=name, new=name == "c", task={"after": score})
+                              for name in "abc"),
+    )
+    (folder / method).mkdir(parents=True)
+    (folder / method / "result.json").write_text(json.dumps(results.to_json(run)))
+    return folder / method
+
+
+def test_fleets_of_a_task_are_compared_by_its_own_figure(tmp_path: Path) -> None:
+    task_fleet(tmp_path, "fedavg", "error", "regression", (0.5, 0.4))
+    task_fleet(tmp_path, "per-fedavg-exact", "error", "regression", (0.9, 0.5))
+    found = compared(tmp_path, targets=[0.5])
+    assert found.measured == "error"
+    assert [entry.label for entry in found.entries] == ["fedavg", "per-fedavg-exact"], "less is better"
+    best = found.entries[0]
+    assert {key: one.mean for key, one in best.final[DEVICES].items()} == {
+        "mean": 0.4, "worst": 0.8, "best": 0.2, "variance": 0.01, "pooled": 0.4, "m speed": 0.4, "devices": 2}
+    assert best.final["new"]["mean"].mean == 0.7
+    assert best.final["new"]["devices"].mean == 1
+    assert [step.accuracy.mean for step in best.curve] == [0.5, 0.4]
+    assert best.reached[0].gain["models"] == Bound(2.0)
+    assert "MAE in deviations" in tables.closing(found)
+
+
+def test_fleets_of_two_tasks_are_refused(tmp_path: Path) -> None:
+    places = (task_fleet(tmp_path, "fedavg", "error", "regression", (0.5, 0.4)),
+              task_fleet(tmp_path, "fedprox", "auroc", "anomaly", (0.5, 0.4)))
+    with pytest.raises(ConfigError, match=r"has MAE in deviations, and .* AUROC\n.*compare them apart"):
+        compared(*places, mixed=True)
+    with pytest.raises(ConfigError, match=r"has MAE in deviations, and .* accuracy"):
+        compared(places[0], demo(tmp_path, "pflscaf-proto"), mixed=True)
+
+
+def test_a_result_from_before_tasks_were_compared_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    place = task_fleet(tmp_path, "fedavg", "error", "regression", (0.5, 0.4)) / "result.json"
+    old = {key: value for key, value in json.loads(place.read_text()).items() if not key.startswith("compared")}
+    old["rounds"] = [{key: value for key, value in row.items() if key != "compared"} for row in old["rounds"]]
+    place.write_text(json.dumps(old))
+    with pytest.raises(StateError, match="no round of it was evaluated\nhint: give the fleet's folder"):
+        compared(place)
 
 
 # What people see ------------------------------------------------------------------------------------------------------
