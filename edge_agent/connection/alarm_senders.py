@@ -117,11 +117,12 @@ class OverAgentsLink:
 
     def send(self, message: Message) -> str:
         """Blocks until the broker has the message, or for ``timeout_s``; one at a time. Returns why it failed, or an
-        empty text."""
-        self._outcome, self._published = "the broker does not answer", False
+        empty text: also when the message is on its way behind others, such as the chunks of an update."""
+        self._outcome, self._published = "", False
         self._done.clear()
         self._waiting = json.dumps(message).encode()
-        self._done.wait(self._timeout_s)
+        if not self._done.wait(self._timeout_s) and not self._published:
+            self._outcome = "the broker does not answer"
         self._waiting = b""
         return self._outcome
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -231,6 +232,16 @@ class Refuses:
 
     def publish(self, topic: str, payload: bytes) -> None:
         self.events.append(Denied(topic, "Not authorized"))
+
+
+def test_a_message_that_waits_behind_others_on_the_agents_connection_did_not_fail() -> None:
+    link = create_autospec(MqttLink, instance=True, connected=True, unacknowledged=40)  # the chunks of an update
+    over, outcomes = OverAgentsLink(TOPIC, timeout_s=0.2), list[str]()
+    thread = threading.Thread(target=lambda: outcomes.append(over.send({"score": 0.7})))
+    thread.start()
+    waiting.until(lambda: not thread.is_alive(), lambda: over.tick(link))
+    link.publish.assert_called_once_with(TOPIC, b'{"score": 0.7}')
+    assert outcomes == [""]
 
 
 def test_a_broker_that_refuses_the_topic_is_said_with_what_to_do(tmp_path: Path) -> None:
