@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edge_agent.connection.broker_login import link_to
+from edge_agent.connection.broker_login import link_to, tls_files
 from edge_agent.sources.interface import MAX_MESSAGE_BYTES, Item, Lost, Pace
 from edge_agent.sources.text_lines import TextLines
-from fleet_core.base.errors import SourceError
+from fleet_core.base.errors import ConfigError, SourceError
 from fleet_core.board.device_settings import Settings
 from fleet_core.board.source_settings import Mqtt, MqttSource
 from fleet_core.link.interface import Denied, Disconnected, Message
 
 PACKET_BYTES = MAX_MESSAGE_BYTES + 70_000
-DENIED = "let this device read the topic, or name another broker: broker = \"mqtt://HOST\""
+ANOTHER = "another broker: broker = \"mqtt://HOST\""
+DENIED = f"let this device read the topic, or name {ANOTHER}"
 
 
 class Topic:
     """The messages on a topic. Raises ConfigError for settings that cannot be used, LinkError for a wrong topic."""
 
     def __init__(self, about: Mqtt, home: Path, settings: Settings):
+        if not about.broker and "cert" in tls_files(home, settings):
+            raise ConfigError(
+                f"the topic {about.topic} is to be read at the fleet's broker, where this device has one connection: "
+                f"the agent's", where="device.toml", expected=ANOTHER, hint="docs/sources.md#mqtt",
+            )
         self._url = about.broker or settings.device.broker
         self._link = link_to(about, home, settings, PACKET_BYTES)
         self._link.subscribe(about.topic)

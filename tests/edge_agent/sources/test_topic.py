@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from edge_agent.sources import run_sources, topic
 from edge_agent.sources.interface import Item, Lost
 from fleet_core.base.errors import ConfigError
-from fleet_core.board.device_settings import settings_of
+from fleet_core.board.device_settings import Tls, settings_of
 from fleet_core.data import unlabelled
 from fleet_core.data.live import Readings
 from fleet_core.link.mqtt import MqttLink
@@ -80,6 +81,15 @@ def test_settings_that_cannot_be_used_are_said(tmp_path: Path, toml: str, said: 
     place, _ = sensors.home(tmp_path / "d", toml)
     settings = settings_of(place)
     with pytest.raises(ConfigError, match=said):
+        run_sources.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
+
+
+def test_a_device_with_a_certificate_must_name_a_broker_or_it_would_end_its_agents_connection(tmp_path: Path) -> None:
+    place, _ = sensors.home(tmp_path / "d", TOML.format(""))
+    settings = settings_of(place)
+    settings = replace(settings, device=replace(settings.device, broker="mqtts://127.0.0.1"),
+                       tls=Tls("ca.pem", "device.pem", "device.key"))
+    with pytest.raises(ConfigError, match="is to be read at the fleet's broker, where this device has one connection"):
         run_sources.open_feed(settings.source[0], "mqtt", place, settings, sensors.WINDOWS)
 
 
