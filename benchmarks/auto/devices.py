@@ -8,6 +8,7 @@ one device, so that no way answers from an encoder that was trained for another.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,16 +19,22 @@ import torch
 
 from benchmarks.drift.run import spoken_digits
 from fleet_core.data import model_input
+from fleet_core.data.samples import stratified
 from fleet_core.data.sets import spoken
 from fleet_core.data.sets.set_cache import load_set
 from fleet_core.data.shaping import sound
 from fleet_core.learning import models
+from fleet_core.personalization.mixture import MAX_SAMPLES, folds
 from fleet_core.personalization.nearest import softmax
 
 STEPS, BATCH, RATE = 250, 64, 2e-3
 SUPPORT_S, SUPPORT = 300.0, 0.6
 """A patient's labelled beats are those of the first five minutes; others label the first 60 % of each class."""
 MOST_QUERIES = 400
+FEW = 5
+LABELS = ("few", "all")
+STEP_RATES, STEPS_TAKEN, MOST_STEPPED = (0.003, 0.01, 0.03), 20, 200
+"""Gradient steps on all groups: their rates, number, and the most samples of a full batch."""
 Array = np.ndarray[Any, Any]
 Split = Callable[[np.random.Generator], tuple[list[str], list[str], list[str]]]
 
@@ -67,15 +74,36 @@ class Device:
     query_head: Array | None
     classes: int
     embed_s: float
+    stepped: Mapping[str, Mapping[float, Array]] = field(default_factory=dict)
 
     def arrays(self) -> dict[str, Array]:
-        return {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)
-                if getattr(self, field.name) is not None}
+        own = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)
+               if field.name != "stepped" and getattr(self, field.name) is not None}
+        return own | {f"stepped {labels} {rate}": array for labels, by_rate in self.stepped.items()
+                      for rate, array in by_rate.items()}
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> Device:
+        stepped: dict[str, dict[float, Array]] = {}
+        for key, array in arrays.items():
+            if key.startswith("stepped "):
+                _, labels, rate = key.split()
+                stepped.setdefault(labels, {})[float(rate)] = array
         return cls(arrays["z"], arrays["y"], arrays.get("head"), arrays["query_z"], arrays["query_y"],
-                   arrays.get("query_head"), int(arrays["classes"]), float(arrays["embed_s"]))
+                   arrays.get("query_head"), int(arrays["classes"]), float(arrays["embed_s"]), stepped)
+
+
+def labelled(y: Array, labels: str) -> Array:
+    """The rows of labelled samples: all, or the first ``FEW`` of each class."""
+    if labels == "all":
+        return np.arange(len(y))
+    return np.sort(np.concatenate([np.flatnonzero(y == label)[:FEW] for label in np.unique(y)]))
+
+
+def parts(y: Array) -> list[tuple[Array, Array]]:
+    """(rows to learn from, rows to answer) of the folds of a mixture."""
+    judged = stratified(y, MAX_SAMPLES)
+    return [(judged[train], judged[test]) for train, test in folds(y[judged])]
 
 
 def _split(names: Sequence[str], evaluated: Sequence[str], counts: tuple[int, int, int]) -> Split:
@@ -214,7 +242,28 @@ def device_of(found: Set, name: str, network: models.Network) -> Device:
     classes = int(found.y.max()) + 1
     if not found.has_head:
         return Device(z, found.y[support], None, query_z, found.y[query], None, classes, embed_s)
-    return Device(z, found.y[support], head, query_z, found.y[query], query_head, classes, embed_s)
+    stepped = {labels: {rate: _stepped(network, found, support[labelled(found.y[support], labels)], query, rate)
+                        for rate in STEP_RATES} for labels in LABELS}
+    return Device(z, found.y[support], head, query_z, found.y[query], query_head, classes, embed_s, stepped)
+
+
+def _stepped(network: models.Network, found: Set, support: Array, query: Array, rate: float) -> Array:
+    y = found.y[support]
+    cases = [*((support[train], support[test]) for train, test in parts(y)), (support, query)]
+    return np.concatenate([_after_steps(network, found, *case, rate) for case in cases])
+
+
+def _after_steps(network: models.Network, found: Set, train: Array, test: Array, rate: float) -> Array:
+    own = copy.deepcopy(network).requires_grad_(True)
+    some = train[stratified(found.y[train], MOST_STEPPED)]
+    x, y = torch.tensor(found.x[some]), torch.tensor(found.y[some])
+    optimizer = torch.optim.SGD(own.parameters(), rate)
+    for _ in range(STEPS_TAKEN):
+        loss = torch.nn.functional.cross_entropy(own.core.get_submodule("head")(own.embed(x)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return _outputs(own.requires_grad_(False), found.x[test])[1]
 
 
 def _outputs(network: models.Network, x: Array) -> tuple[Array, Array]:

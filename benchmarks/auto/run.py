@@ -11,9 +11,9 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +22,55 @@ import torch
 
 from benchmarks import markdown
 from benchmarks.auto import devices, old_choice
-from benchmarks.auto.devices import SETS, Device
+from benchmarks.auto.devices import LABELS, SETS, Device
 from cloud_server.figures.scores import confusion_accuracy, macro_f1
 from edge_agent.inference.mixed_plans import answers
 from edge_agent.inference.personalizers import HEAD_STEPS, Plan
 from fleet_core.algorithms.methods.pfedgp import Gaussian
 from fleet_core.base import storage
 from fleet_core.data.samples import stratified
-from fleet_core.personalization.mixture import MAX_SAMPLES, Way, folds, mixture_of
+from fleet_core.personalization.mixture import Mixture, Way, mixture_of, stacked
 from fleet_core.personalization.nearest import Prototypes
 from fleet_core.personalization.plain_baseline import counted
-from fleet_core.tasks.calibration import expected_calibration_error, gaps
+from fleet_core.tasks.calibration import best_temperature, expected_calibration_error, gaps, likelihoods
 
 HERE = Path(__file__).parent
 BUILD = Path("build/auto")
 SEEDS = range(5)
-FEW = 5
 MOST_GAUSSIAN = 100
 """The most samples of Gaussian processes here; it bounds time."""
-ROLES, LABELS = ("validation", "evaluated"), ("few", "all")
+ROLES = ("validation", "evaluated")
 SHRUNK = (1, 3, 10)
+PRIORS = (20, 60, 200)
+"""As how many samples what other devices weigh counts on a device."""
 CHOICE, MIXTURE, ALIKE = "the best by cross-validation", "**mixture**", "mixture, all ways alike"
+
+
+def stepped(rate: float) -> str:
+    return f"gradient steps of {rate:g}"
+
+
+def with_steps(rate: float) -> str:
+    return f"mixture, with gradient steps of {rate:g}"
+
+
+def with_prior(weight: float) -> str:
+    return f"mixture, the fleet's prior counts as {weight}"
+
+
 NAMES = {
     "none": "the fleet's model", "means": "class means", "proto": "class means, frequent classes likelier",
     "head": "fitted head", "knn": "neighbours", "gp": "Gaussian processes",
     CHOICE: CHOICE, ALIKE: ALIKE, MIXTURE: MIXTURE,
     **{f"shrunk {k}": f"class means, drawn to the mean of all by weight {k}" for k in SHRUNK},
     "head, even": "fitted head, all classes alike",
+    **{name(rate): name(rate) for name in (stepped, with_steps) for rate in devices.STEP_RATES},
+    **{with_prior(weight): with_prior(weight) for weight in PRIORS},
 }
 MIXED = ("none", "proto", "head", "knn")
 MAIN = ("none", "means", "proto", "head", "knn", "gp", CHOICE, ALIKE, MIXTURE)
+STEPPED = (*map(stepped, devices.STEP_RATES), MIXTURE, *map(with_steps, devices.STEP_RATES))
+PRIOR_ROWS = (MIXTURE, *map(with_prior, PRIORS))
 OPTIONS = ("means", *(f"shrunk {k}" for k in SHRUNK), "proto", "head", "head, even")
 Array = np.ndarray[Any, Any]
 
@@ -77,12 +96,50 @@ def _median_distance(z: Array) -> float:
     return float(np.median(apart[np.triu_indices(len(some), 1)])) or 1.0
 
 
-def answered(device: Device, few: bool) -> tuple[dict[str, Array], dict[str, float]]:
-    """(probabilities [n, N] of the queries by strategy, processor seconds of personalizing by way). few: only the first
-    ``FEW`` samples of each class are labelled."""
-    rows = np.arange(len(device.y))
-    if few:
-        rows = np.sort(np.concatenate([np.flatnonzero(device.y == label)[:FEW] for label in np.unique(device.y)]))
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A device's ways: probabilities of the left-out samples of each fold, and [n, N] of the queries. y: the labels of
+    its labelled samples. seconds: processor time of personalizing, by way."""
+
+    left_out: Mapping[str, list[Array]]
+    found: Mapping[str, Array]
+    y: Array
+    seconds: Mapping[str, float]
+
+    @cached_property
+    def plain(self) -> Mixture:
+        return self.mixture()
+
+    def mixture(self, extra: Sequence[str] = ()) -> Mixture:
+        """Of the ways ``MIXED`` and ``extra`` that the device has."""
+        names = [name for name in (*MIXED, *extra) if name in self.left_out]
+        return mixture_of({name: _replayed(self.left_out[name]) for name in names}, self.y)
+
+    def with_prior(self, fleet: Sequence[Mixture], weight: int) -> Mixture:
+        """The mixture of a device that knows the mean weights of ``fleet``, other devices: beside its own samples count
+        ``weight`` more in these shares, each as if one way alone had answered it."""
+        tested = np.concatenate([np.zeros(0, np.int64), *(test for _, test in devices.parts(self.y))])
+        if not fleet or not len(tested):
+            return self.plain
+        own = [np.concatenate(self.left_out[name]) for name in self.plain.ways]
+        shares = np.array([np.mean([one.ways[name].weight for one in fleet]) for name in self.plain.ways])
+        alone = np.repeat(np.where(np.eye(len(own)), 0, -np.inf), np.round(weight * shares).astype(int), axis=1)
+        y = self.y[tested]
+        weights = stacked(np.concatenate([np.stack([likelihoods(one, y) for one in own]), alone], axis=1))
+        ways = {name: replace(one, weight=float(new))
+                for (name, one), new in zip(self.plain.ways.items(), weights, strict=True)}
+        mean = np.tensordot(weights, own, 1).astype(np.float32)
+        return replace(self.plain, temperature=best_temperature(mean, y), ways=ways)
+
+
+def _replayed(parts: list[Array]) -> Way:
+    answers_of = iter(parts)
+    return lambda train, test: next(answers_of)
+
+
+def tried(device: Device, labels: str) -> Trial:
+    """labels: ``few`` or ``all``."""
+    rows = devices.labelled(device.y, labels)
     z, y = np.concatenate([device.z[rows], device.query_z]), np.concatenate([device.y[rows], device.query_y])
     own, asked = np.arange(len(rows)), np.arange(len(rows), len(y))
     head = None
@@ -99,26 +156,42 @@ def answered(device: Device, few: bool) -> tuple[dict[str, Array], dict[str, flo
     started = time.process_time()
     mixture = mixture_of({name: partial(kept, name) for name in MIXED if name in ways}, y[own])
     seconds["mixture"] = time.process_time() - started
-    for name in () if few else mixture.ways:
+    for name in mixture.ways if labels == "all" else ():
         started = time.process_time()
         ways[name](own, own[:1])
         seconds[name] = time.process_time() - started
         seconds["mixture"] += seconds[name]
-    alike = replace(mixture, ways={way: replace(one, weight=1 / len(mixture.ways))
-                                   for way, one in mixture.ways.items()})
-    found |= {MIXTURE: mixture.answer(found), ALIKE: alike.answer(found)}
-    found[CHOICE] = found[_chosen(left_out, ways["means"], y[own], device.classes)]
-    return found | _options(found, z[own], y[own], device), seconds
+    parts = devices.parts(y[own])
+    left_out["means"] = [ways["means"](*part) for part in parts]
+    for rate, answer in device.stepped.get(labels, {}).items():
+        *left_out[stepped(rate)], found[stepped(rate)] = np.split(answer, np.cumsum([len(test) for _, test in parts]))
+    found |= _options(found, z[own], y[own], device)
+    return Trial(left_out, found, y[own], seconds)
 
 
-def _chosen(left_out: Mapping[str, list[Array]], means: Way, y: Array, classes: int) -> str:
-    judged = stratified(y, MAX_SAMPLES)
-    parts = [(judged[train], judged[test]) for train, test in folds(y[judged])]
-    tested = np.concatenate([np.zeros(0, np.int64), *(test for _, test in parts)])
-    every = {**left_out, "means": [means(*part) for part in parts]}
-    empty = np.zeros((0, classes), np.float32)
-    ways = (way for way in ("none", "means", "head", "knn") if way in every)
-    return old_choice.chosen({way: np.concatenate([empty, *every[way]]) for way in ways}, y[tested])
+def answered(trial: Trial, fleet: Sequence[Trial]) -> dict[str, Array]:
+    """The probabilities [n, N] of the queries by strategy. fleet: other devices, from which priors are learned."""
+    found = dict(trial.found)
+
+    def mixed(name: str, mixture: Mixture) -> None:
+        found[name] = mixture.answer(found)
+
+    mixed(MIXTURE, trial.plain)
+    mixed(ALIKE, replace(trial.plain, ways={way: replace(one, weight=1 / len(trial.plain.ways))
+                                            for way, one in trial.plain.ways.items()}))
+    for rate in devices.STEP_RATES:
+        mixed(with_steps(rate), trial.mixture([stepped(rate)]))
+    for weight in PRIORS:
+        mixed(with_prior(weight), trial.with_prior([one.plain for one in fleet], weight))
+    found[CHOICE] = found[_chosen(trial)]
+    return found
+
+
+def _chosen(trial: Trial) -> str:
+    ways = [way for way in ("none", "means", "head", "knn") if way in trial.left_out]
+    tested = np.concatenate([np.zeros(0, np.int64), *(test for _, test in devices.parts(trial.y))])
+    empty = np.zeros((0, trial.found["means"].shape[1]), np.float32)
+    return old_choice.chosen({way: np.concatenate([empty, *trial.left_out[way]]) for way in ways}, trial.y[tested])
 
 
 def _options(found: Mapping[str, Array], z: Array, y: Array, device: Device) -> dict[str, Array]:
@@ -173,15 +246,19 @@ def of_set(name: str, seed: int) -> Any:
 def figures(found: Mapping[tuple[str, str], Device]) -> dict[str, Any]:
     """role -> labels -> strategy -> figures over the devices, and the costs."""
     result: dict[str, Any] = {}
-    for role in dict.fromkeys(role for role, _ in found):
-        for labels in LABELS:
+    for labels in LABELS:
+        trials = {key: tried(device, labels) for key, device in found.items()}
+        for role in dict.fromkeys(role for role, _ in found):
             by_strategy, seconds = defaultdict(list), []
-            for device in (one for (of, _), one in found.items() if of == role):
-                answers_by, cost = answered(device, labels == "few")
+            for (of, one), trial in trials.items():
+                if of != role:
+                    continue
+                device, cost = found[of, one], trial.seconds
                 if labels == "all":
                     dearest, embed_s = max(cost[way] for way in cost if way in MIXED), device.embed_s * len(device.y)
                     seconds.append((cost["mixture"] / dearest, (cost["mixture"] + embed_s) / (dearest + embed_s)))
-                for strategy, answer in answers_by.items():
+                fleet = [other for key, other in trials.items() if key[0] == "validation" and key != (of, one)]
+                for strategy, answer in answered(trial, fleet).items():
                     by_strategy[strategy].append((answer, device.query_y, device.classes))
             result.setdefault(role, {})[labels] = {name: pooled(rows) for name, rows in by_strategy.items()}
             if labels == "all":
@@ -227,6 +304,8 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
     for role in ROLES:
         for labels in LABELS:
             found[f"{role}-{labels}"] = _table(result[role][labels], MAIN)
+        found |= {f"{role}-{what}-{labels}": _table(result[role][labels], rows) for labels in LABELS
+                  for what, rows in (("steps", STEPPED), ("prior", PRIOR_ROWS))}
     found |= {f"options-{labels}": _table(result["validation"][labels], OPTIONS) for labels in LABELS}
     costs = [(name, *(f"{value:.1f}" for value in result["evaluated"]["cost"][name])) for name in SETS]
     found["cost"] = markdown.table(("set", "÷ dearest way", "with embedding"), costs)

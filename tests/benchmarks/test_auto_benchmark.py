@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,18 +41,32 @@ def test_every_strategy_answers_the_later_samples_of_each_class(people: Set) -> 
     network = devices.trained(people, ["p0", "p1", "p2"], seed=0, steps=20)
     device = devices.device_of(people, "p4", network)
     assert (device.y.tolist(), device.query_y.tolist()) == ([0] * 12 + [1] * 12, [0] * 7 + [1] * 7)
-    for few in (True, False):
-        found, seconds = run.answered(device, few)
-        assert set(found) == {*run.MAIN, *run.OPTIONS}
+    for labels in devices.LABELS:
+        trial = run.tried(device, labels)
+        found = run.answered(trial, [trial])
+        assert set(found) == {*run.MAIN, *run.OPTIONS, *run.STEPPED, *run.PRIOR_ROWS}
         assert all(answer.shape == (14, 2) for answer in found.values())
-        assert seconds["mixture"] > 0
+        assert trial.seconds["mixture"] > 0
     accuracy = run.pooled([(found[run.MIXTURE], device.query_y, 2)])["accuracy"]
     assert accuracy > 0.9
 
 
+def test_a_prior_of_the_fleet_draws_a_devices_weights_towards_those_of_the_others(people: Set) -> None:
+    network = devices.trained(people, ["p0", "p1", "p2"], seed=0, steps=20)
+    trial = run.tried(devices.device_of(people, "p4", network), "few")
+    one = replace(trial.plain, ways={name: replace(way, weight=float(name == "knn"))
+                                     for name, way in trial.plain.ways.items()})
+    found = [trial.with_prior([one], weight).ways["knn"].weight for weight in (0, 20, 2000)]
+    assert found[0] == pytest.approx(trial.plain.ways["knn"].weight)
+    assert found[0] < found[1] < 0.9 < found[2]
+    assert trial.with_prior([], 20) is trial.plain
+
+
 def test_a_device_survives_its_file() -> None:
-    one = Device(np.ones((2, 3)), np.array([0, 1]), None, np.zeros((1, 3)), np.array([1]), None, 2, 0.5)
+    stepped = {"few": {0.01: np.ones((3, 2))}}
+    one = Device(np.ones((2, 3)), np.array([0, 1]), None, np.zeros((1, 3)), np.array([1]), None, 2, 0.5, stepped)
     again = Device.of(one.arrays())
+    np.testing.assert_array_equal(again.stepped["few"][0.01], stepped["few"][0.01])
     assert (again.head, again.classes, again.embed_s) == (None, 2, 0.5)
     np.testing.assert_array_equal(again.z, one.z)
 
