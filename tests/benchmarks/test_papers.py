@@ -369,4 +369,11 @@ def test_the_ratios_page_has_every_method_under_both_models(
         assert [line.split(" | ")[2] for line in tables["rounds"].splitlines() if f"| {title} |" in line] == [
             "as served", "mean of the latest"]
         assert f"| {title} | `client_lr" in tables["settings"]
-    assert page.page(path.parent, result).count("<!-- end -->") == 4
+    assert page.page(path.parent, result).count("<!-- end -->") == 5
+
+
+def test_until_the_worst_device_counts_what_a_seed_sent_that_never_got_there() -> None:
+    curves = [[[25.0, 0.1], [50.0, 0.3]], [[25.0, 0.3], [50.0, 0.2]]]
+    assert ratio._until(curves, 0.3) == {"value": 37.5, "std": pytest.approx(17.7, abs=0.1)}
+    assert ratio._until(curves, 0.31) == {"value": 50.0, "sign": ">"}
+    assert ratio._until([], 0.3) is None

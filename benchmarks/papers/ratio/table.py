@@ -18,14 +18,19 @@ Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 EXPERIMENTS = {"acid-5": "ACID-5", "alid-5": "ALID-5"}
+WORST_TARGETS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 ROUNDS = (25, 50, 100, 200, 300, 500, 750, 1000)
 PICTURE = "curves.png"
 
 
 def details(experiment: str, label: str, evaluated: Sequence[Row]) -> dict[str, Any]:
-    """latest: [[round, mean accuracy under the mean of all devices' latest models], …]."""
-    return {"latest": [[row["round"], round(row[MODELS][LATEST]["accuracy"]["mean"], 6)]
-                       for row in evaluated if MODELS in row]}
+    """latest: [[round, mean accuracy under the mean of all devices' latest models], …]. worst: [[rounds of Per-FedAvg
+    so far, accuracy of the device that has the lowest], …]."""
+    return {
+        "latest": [[row["round"], round(row[MODELS][LATEST]["accuracy"]["mean"], 6)]
+                   for row in evaluated if MODELS in row],
+        "worst": [[row["spent"]["fallah_rounds"], round(row["accuracy"]["worst"], 6)] for row in evaluated],
+    }
 
 
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
@@ -34,6 +39,7 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     picture = f"\n![accuracy by rounds]({PICTURE})\n" if _panels(result) else ""
     return {
         "models": markdown.table(sent, _models(result)),
+        "worst": markdown.table([*sent, "seeds"], _of_the_worst(result)),
         "rounds": markdown.table(rounds, _rounds(result)) + picture,
         "settings": markdown.table(["method", "settings"], _settings(result)),
     }
@@ -46,6 +52,27 @@ def _models(result: Result) -> Iterator[list[str]]:
             found = {label: _at(result, name, label, target) for label in METHODS}
             if any(one is not None and one.get("sign") != ">" for one in found.values()):
                 yield [setting, f"{target:.0%}", *map(_text, found.values()), _ratio(found[BASE], found[OURS])]
+
+
+def _of_the_worst(result: Result) -> Iterator[list[str]]:
+    for name, setting in EXPERIMENTS.items():
+        methods = {label: page.method_of(result, name, label) or {"seeds": {}} for label in METHODS}
+        curves = {label: [one["details"]["worst"] for one in method["seeds"].values() if "worst" in one["details"]]
+                  for label, method in methods.items()}
+        for target in WORST_TARGETS:
+            found = {label: _until(of_seeds, target) for label, of_seeds in curves.items()}
+            if any(one is not None and one.get("sign") != ">" for one in found.values()):
+                yield [setting, f"{target:.0%}", *map(_text, found.values()), _ratio(found[BASE], found[OURS]),
+                       str(min(map(len, curves.values())))]
+
+
+def _until(curves: Sequence[Sequence[Sequence[float]]], target: float) -> Row | None:
+    """As ``_at``; a seed that does not reach the target counts with all that it sent."""
+    if not curves:
+        return None
+    spent = [next((sent for sent, worst in curve if worst >= target), None) for curve in curves]
+    cost = comparison.stat([curve[-1][0] if one is None else one for one, curve in zip(spent, curves, strict=True)])
+    return {"value": cost.mean, "sign": ">"} if None in spent else {"value": cost.mean, "std": cost.std}
 
 
 def _at(result: Result, name: str, label: str, target: float) -> Row | None:
