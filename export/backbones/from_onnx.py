@@ -82,7 +82,7 @@ def of_model(
     _cut(model, chosen)
     model, value = compose.add_prefix(model, FORMER), FORMER + chosen
     _put_in_front(model, spec)
-    _put_behind(model, value, _rank(model, value, spec, where), opset)
+    _put_behind(model, value, _shape(model, value, spec, where), opset)
     model.ir_version = min(model.ir_version, IR_VERSION)
     del model.metadata_props[:]
     model.doc_string = ""
@@ -214,8 +214,8 @@ def _put_in_front(model: onnx.ModelProto, spec: InputSpec) -> None:
     model.graph.input.append(helper.make_tensor_value_info(X, raw, ["n", *spec.shape]))
 
 
-def _rank(model: onnx.ModelProto, chosen: str, spec: InputSpec, where: str) -> int:
-    """Axes of the chosen value, found by running the file up to there."""
+def _shape(model: onnx.ModelProto, chosen: str, spec: InputSpec, where: str) -> tuple[int, ...]:
+    """The shape of the chosen value for one sample, found by running the file up to there."""
     trial = onnx.ModelProto.FromString(model.SerializeToString())
     trial.graph.output.append(helper.make_tensor_value_info(chosen, TensorProto.FLOAT, None))
     found = _run(bytes(trial.SerializeToString()), samples(spec, 2, 0), where)
@@ -224,16 +224,23 @@ def _rank(model: onnx.ModelProto, chosen: str, spec: InputSpec, where: str) -> i
         raise ConfigError(f"'{said}' is {found.dtype} {list(found.shape)} for two samples", where=where,
                           expected="float32 features [2, D], or channels first, [2, D, …]",
                           hint="choose another node, or export the file with a first axis of any size")
-    if found.shape[1] > MAX_WIDTH:
-        raise ConfigError(f"'{said}' has {found.shape[1]} features", where=where, expected=f"at most {MAX_WIDTH}")
-    return found.ndim
+    shape: tuple[int, ...] = found.shape[1:]
+    width = max(shape) if _one_position(shape) else shape[0]
+    if width > MAX_WIDTH:
+        raise ConfigError(f"'{said}' has {width} features", where=where, expected=f"at most {MAX_WIDTH}")
+    return shape
 
 
-def _put_behind(model: onnx.ModelProto, chosen: str, rank: int, opset: int) -> None:
-    """The output becomes ``z`` [n, D]: the mean over positions where the chosen value has some."""
-    axes = list(range(2, rank))
-    if not axes:
-        node = helper.make_node("Identity", [chosen], [Z])
+def _one_position(shape: tuple[int, ...]) -> bool:
+    """Whether the values are the features of one position, whichever axis they lie along: [D, 1, 1], [1, 1, D]."""
+    return math.prod(shape) == max(shape)
+
+
+def _put_behind(model: onnx.ModelProto, chosen: str, shape: tuple[int, ...], opset: int) -> None:
+    """The output becomes ``z`` [n, D]: the mean over positions where the chosen value has several."""
+    axes = list(range(2, 1 + len(shape)))
+    if _one_position(shape):
+        node = helper.make_node("Flatten", [chosen], [Z], axis=1)
     elif opset >= REDUCE_TAKES_AXES:
         model.graph.initializer.append(numpy_helper.from_array(np.array(axes, np.int64), f"{OWN}axes"))
         node = helper.make_node("ReduceMean", [chosen, f"{OWN}axes"], [Z], keepdims=0)

@@ -64,6 +64,14 @@ def test_another_node_is_averaged_over_positions(output):
     assert made.info.width == WIDTH
 
 
+def test_features_of_one_position_are_taken_along_whichever_axis_they_lie():
+    last = model()
+    last.graph.node.append(helper.make_node("Transpose", ["mean"], ["channels last"], perm=[0, 2, 3, 1]))
+    made = of_model(last, Preprocessing(), "channels last", "small", "small")
+    assert made.info.width == WIDTH
+    np.testing.assert_allclose(made.golden["z"], numpy_features(made.golden["x"]), rtol=1e-4, atol=1e-5)
+
+
 def test_names_of_the_file_do_not_collide_with_ours():
     renamed = model()
     for node in renamed.graph.node:
