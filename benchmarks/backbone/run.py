@@ -142,8 +142,14 @@ def compute(runs: Path, minutes: float) -> None:
 def write(about: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = HERE) -> None:
     found = {"backbone": about, "rounds": ROUNDS, "seeds": list(SEEDS), "rates": list(RATES), "rows": list(rows)}
     storage.write_json(folder / "result.json", found)
+    write_page(folder)
+
+
+def write_page(folder: Path = HERE) -> None:
+    """The tables of README.md, from result.json and from speech.json (``speech``)."""
+    kept = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("result", "speech")}
+    tables = {"backbone": table(kept["result"]["rows"]), "speech": of_speech(kept["speech"]["rows"])}
     page = folder / "README.md"
-    tables = {"backbone": table(rows)}
     page.write_text(markdown.filled(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
@@ -156,6 +162,14 @@ def line(one: dict[str, Any]) -> tuple[str, ...]:
     measured = one["device"]
     return (one["way"], f"{measured['parameters']:,}", f"{one['bytes']:,}", f"{measured['round_s'] * 1000:,.0f}",
             f"{measured['peak_mib']:,.0f}", ", ".join(f"{share:.3f}" for share in one.get("accuracy", ())) or "not run")
+
+
+def of_speech(rows: Sequence[dict[str, Any]]) -> str:
+    heads = ("takes of a digit", "what is trained", "parameters", "bytes each way", "accuracy, by seed")
+    return markdown.table(heads, (
+        (str(one["takes"]), one["way"], f"{one['parameters']:,}", f"{one['bytes']:,}",
+         ", ".join(f"{share:.3f}" for share in one["accuracy"])) for one in rows
+    ))
 
 
 def main() -> None:

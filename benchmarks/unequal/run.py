@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
+from benchmarks.auto.devices import LABELS
 from benchmarks.auto.run import HERE as AUTO
-from benchmarks.auto.run import LABELS, ROLES
+from benchmarks.auto.run import ROLES
 from benchmarks.papers.run import told
 from cloud_server.laboratory.advise.candidates import score
 from cloud_server.laboratory.compare import finished_runs
