@@ -33,7 +33,9 @@ APART = (
     ("pfedme-beta-1", PERSONAL, "pFedMe with β = 1, personal"),
 )
 """(label, figure, name) where no two devices share a sample."""
-CENTRAL = "mnist-mlr-central"
+CENTRAL, SWEEP = "mnist-mlr-central", "mnist-mlr-sweep"
+SWEPT = {"base": "as in Table 1, β = 1", "envelope": "λ", "steps": "R", "personal-steps": "K", "server": "β"}
+ROUNDS = (40, 200, 400, 800)
 EXPERIMENTS = {"mnist-mlr": "MNIST, MLR", "mnist-dnn": "MNIST, DNN", "synthetic-mlr": "Synthetic, MLR",
                "synthetic-dnn": "Synthetic, DNN"}
 
@@ -41,8 +43,9 @@ EXPERIMENTS = {"mnist-mlr": "MNIST, MLR", "mnist-dnn": "MNIST, DNN", "synthetic-
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     head = ["setting", "row", "paper", "ours, best round", "difference", "ours, last round", "seeds"]
     apart = ["setting", "row", "last round", "best round", "seeds"]
+    sweep = ["setting", *(f"{model}, round {number}" for model in ("personal", "global") for number in ROUNDS), "seeds"]
     return {"accuracy": markdown.table(head, _beside(result, paper)),
-            "apart": markdown.table(apart, _apart(result))}
+            "apart": markdown.table(apart, _apart(result)), "sweep": markdown.table(sweep, _sweep(result))}
 
 
 def _beside(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -69,6 +72,30 @@ def _apart(result: Result) -> Iterator[list[str]]:
            page.seeds(result, CENTRAL, "central")]
 
 
+def _sweep(result: Result) -> Iterator[list[str]]:
+    methods = result["experiments"].get(SWEEP, {}).get("methods", {})
+    for label in sorted(methods, key=_place):
+        method = methods[label]
+        each = [one["details"]["rounds"] for one in method["seeds"].values() if "details" in one]
+        found = {number: [row[1:] for rows in each for row in rows if row[0] == number] for number in ROUNDS}
+        name, value = _changed(label)
+        title = f"{SWEPT[name]} = {value}" if value else SWEPT[name]
+        cells = [_text(stat([row[which] for row in found[number]])) if found[number] else ABSENT
+                 for which in (0, 1) for number in ROUNDS]
+        yield [title, *cells, str(len(each))]
+
+
+def _changed(label: str) -> tuple[str, str]:
+    """(name of the setting, value), or (label, "") where none is changed."""
+    name, _, value = label.rpartition("-")
+    return (name, value) if name else (label, "")
+
+
+def _place(label: str) -> tuple[int, float]:
+    name, value = _changed(label)
+    return list(SWEPT).index(name), float(value or 0)
+
+
 def _best(result: Result, experiment: str, label: str, figure: str) -> Stat | None:
     """The best round's figure over the seeds that ``over`` has."""
     method = page.method_of(result, experiment, label)
@@ -84,10 +111,15 @@ def _text(best: Stat | None) -> str:
     return f"{100 * best.mean:.2f}" + ("" if best.std is None else f" ± {100 * best.std:.2f}")
 
 
-def details(experiment: str, label: str, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The best evaluated round: the authors' program averages the largest accuracy of each run."""
+def details(experiment: str, label: str, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The best evaluated round: the authors' program averages the largest accuracy of each run. Of the sweep, rounds:
+    [[round, accuracy of the personal models, of the global one], …]."""
     each = [collect.figures(row) for row in evaluated]
-    return {name: max(row[name] for row in each) for name in (PERSONAL, GLOBAL, TEST_STEP) if name in each[0]}
+    best = {name: max(row[name] for row in each) for name in (PERSONAL, GLOBAL, TEST_STEP) if name in each[0]}
+    if experiment != SWEEP:
+        return best
+    return {**best, "rounds": [[row["round"], round(own[PERSONAL], 6), round(own[GLOBAL], 6)]
+                               for row, own in zip(evaluated, each, strict=True)]}
 
 
 def draw(result: Result, folder: Path) -> None:

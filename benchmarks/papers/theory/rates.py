@@ -214,9 +214,11 @@ def main(names: Sequence[str]) -> None:
     for name in names or STUDIES:
         known = json.loads(path.read_text()) if path.exists() else {}
         write_json(path, {**known, name: measured(STUDIES[name])})
+    every: dict[str, str] = {}
     for name, found in json.loads(path.read_text()).items():
         draw(name, found)
-        write_atomic(page, markdown.filled(page.read_text(), tables(name, found)).encode())
+        every |= tables(name, found)
+    write_atomic(page, markdown.filled(page.read_text(), every).encode())
 
 
 if __name__ == "__main__":
