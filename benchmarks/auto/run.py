@@ -110,6 +110,11 @@ class Trial:
     def plain(self) -> Mixture:
         return self.mixture()
 
+    @property
+    def left_out_y(self) -> Array:
+        """The labels of the left-out samples, in the order of their answers."""
+        return self.y[np.concatenate([np.zeros(0, np.int64), *(test for _, test in devices.parts(self.y))])]
+
     def mixture(self, extra: Sequence[str] = ()) -> Mixture:
         """Of the ways ``MIXED`` and ``extra`` that the device has."""
         names = [name for name in (*MIXED, *extra) if name in self.left_out]
@@ -118,13 +123,12 @@ class Trial:
     def with_prior(self, fleet: Sequence[Mixture], weight: int) -> Mixture:
         """The mixture of a device that knows the mean weights of ``fleet``, other devices: beside its own samples count
         ``weight`` more in these shares, each as if one way alone had answered it."""
-        tested = np.concatenate([np.zeros(0, np.int64), *(test for _, test in devices.parts(self.y))])
-        if not fleet or not len(tested):
+        y = self.left_out_y
+        if not fleet or not len(y):
             return self.plain
         own = [np.concatenate(self.left_out[name]) for name in self.plain.ways]
         shares = np.array([np.mean([one.ways[name].weight for one in fleet]) for name in self.plain.ways])
         alone = np.repeat(np.where(np.eye(len(own)), 0, -np.inf), np.round(weight * shares).astype(int), axis=1)
-        y = self.y[tested]
         weights = stacked(np.concatenate([np.stack([likelihoods(one, y) for one in own]), alone], axis=1))
         ways = {name: replace(one, weight=float(new))
                 for (name, one), new in zip(self.plain.ways.items(), weights, strict=True)}
@@ -189,9 +193,8 @@ def answered(trial: Trial, fleet: Sequence[Trial]) -> dict[str, Array]:
 
 def _chosen(trial: Trial) -> str:
     ways = [way for way in ("none", "means", "head", "knn") if way in trial.left_out]
-    tested = np.concatenate([np.zeros(0, np.int64), *(test for _, test in devices.parts(trial.y))])
     empty = np.zeros((0, trial.found["means"].shape[1]), np.float32)
-    return old_choice.chosen({way: np.concatenate([empty, *trial.left_out[way]]) for way in ways}, trial.y[tested])
+    return old_choice.chosen({way: np.concatenate([empty, *trial.left_out[way]]) for way in ways}, trial.left_out_y)
 
 
 def _options(found: Mapping[str, Array], z: Array, y: Array, device: Device) -> dict[str, Array]:
@@ -248,22 +251,26 @@ def figures(found: Mapping[tuple[str, str], Device]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for labels in LABELS:
         trials = {key: tried(device, labels) for key, device in found.items()}
-        for role in dict.fromkeys(role for role, _ in found):
-            by_strategy, seconds = defaultdict(list), []
-            for (of, one), trial in trials.items():
-                if of != role:
-                    continue
-                device, cost = found[of, one], trial.seconds
-                if labels == "all":
-                    dearest, embed_s = max(cost[way] for way in cost if way in MIXED), device.embed_s * len(device.y)
-                    seconds.append((cost["mixture"] / dearest, (cost["mixture"] + embed_s) / (dearest + embed_s)))
-                fleet = [other for key, other in trials.items() if key[0] == "validation" and key != (of, one)]
-                for strategy, answer in answered(trial, fleet).items():
-                    by_strategy[strategy].append((answer, device.query_y, device.classes))
-            result.setdefault(role, {})[labels] = {name: pooled(rows) for name, rows in by_strategy.items()}
+        validating = {key: trial for key, trial in trials.items() if key[0] == "validation"}
+        answers_by: dict[str, dict[str, list[tuple[Array, Array, int]]]] = defaultdict(lambda: defaultdict(list))
+        for key, trial in trials.items():
+            fleet = [other for of, other in validating.items() if of != key]
+            for strategy, answer in answered(trial, fleet).items():
+                answers_by[key[0]][strategy].append((answer, found[key].query_y, found[key].classes))
+        for role, by_strategy in answers_by.items():
+            of_role = result.setdefault(role, {})
+            of_role[labels] = {name: pooled(rows) for name, rows in by_strategy.items()}
             if labels == "all":
-                result[role]["cost"] = [float(value) for value in np.median(seconds, axis=0)]
+                costs = [_costs(found[key], trial) for key, trial in trials.items() if key[0] == role]
+                of_role["cost"] = [float(value) for value in np.median(costs, axis=0)]
     return result
+
+
+def _costs(device: Device, trial: Trial) -> tuple[float, float]:
+    """The mixture's processor time over that of the dearest way in it, without and with embedding the samples."""
+    spent, embed_s = trial.seconds, device.embed_s * len(device.y)
+    dearest = max(spent[way] for way in spent if way in MIXED)
+    return spent["mixture"] / dearest, (spent["mixture"] + embed_s) / (dearest + embed_s)
 
 
 def pooled(rows: list[tuple[Array, Array, int]]) -> dict[str, float]:

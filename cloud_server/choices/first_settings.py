@@ -17,12 +17,10 @@ from fleet_core.base import config, schema
 from fleet_core.base.errors import ConfigError, DataError
 from fleet_core.data import model_input
 from fleet_core.data.partitions import pool
-from fleet_core.data.readers import rate_wanted
-from fleet_core.data.samples import Samples, load
+from fleet_core.data.samples import Samples, load_in_form
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
-from fleet_core.data.shaping import resize
-from fleet_core.model.layout import FITS, Backbone, InputSpec
+from fleet_core.model.layout import Backbone, InputSpec
 from fleet_core.model.select_arrays import TrainSection
 from fleet_core.privacy.settings import PrivacySection
 from fleet_core.tasks import anomaly
@@ -106,12 +104,10 @@ def load_data(
     anomalies: bool = False,
 ) -> tuple[Samples, InputSpec]:  # fmt: skip
     """The named set with its recommended input, or the file with its channels standardized. say: takes remarks about
-    how the file was read. window, stride: to cut a file of readings, which devices then do too. size, fit: of images,
-    as in ``resize.size_of``. rate, seconds: of sound; default: the recordings' rate, and ``readers.SECONDS``. With a
-    window, rate is that of the readings, to which devices resample their sensors. outputs, labels: of the numbers to
-    predict, or of several labels, as in ``samples.load``; None for classes. normal: the labels of quiet samples of a
-    fleet that detects anomalies; only quiet samples are returned, and with ``anomalies`` the others too. The input is
-    standardized by quiet samples. Raises DataError, also for samples whose classes have no names."""
+    how the file was read. window, stride, size, fit, rate, seconds: as in ``samples.load_in_form``. outputs, labels: of
+    the numbers to predict, or of several labels, as in ``samples.load``; None for classes. normal: the labels of quiet
+    samples of a fleet that detects anomalies; only quiet samples are returned, and with ``anomalies`` the others too.
+    The input is standardized by quiet samples. Raises DataError, also for samples whose classes have no names."""
     if _is_named(data):
         if normal is not None:
             raise DataError("is a named set, which has classes", where=data, expected="a file of quiet samples",
@@ -127,16 +123,10 @@ def load_data(
                             hint="leave out --size, --fit, --rate and --seconds")
         found = load_set(data)
         return pool(found.train, found.test), found.entry.input_spec
-    if fit is not None and fit not in FITS:
-        raise DataError(f"'{fit[:40]}' is not a way to fit images", where="--fit", expected=" or ".join(FITS))
-    pixels, how = resize.size_of(size, fit)
-    sound_hz = rate_wanted(Path(data), rate, seconds, window)
-    samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds,
-                   outputs=outputs, labels=labels, normal=normal)
+    samples, plain = load_in_form(Path(data), window=window, stride=stride, size=size, fit=fit, rate=rate,
+                                  seconds=seconds, outputs=outputs, labels=labels, normal=normal)
     learned = samples if normal is None else _quiet(samples, data, normal)
     samples = samples if anomalies else learned
-    if how != "refuse" and samples.x.ndim != 4:
-        raise DataError("holds no images", where=data, hint="leave out --size and --fit")
     for remark in (*samples.notes, *model_input.remarks(samples.x)):
         say(remark)
     if model_input.channels_last(samples.x.shape[1:]):
@@ -146,8 +136,8 @@ def load_data(
         most = int(samples.y.max())
         raise DataError("names no classes", where=data, expected=f"an array 'classes' with {most + 1} or more names, "
                         f"for the labels 0 to {most}", hint="or store the class names in y")
-    spec = model_input.standardized(learned.x, how, sound_hz)
-    return samples, replace(spec, rate_hz=float(rate or 0) if not sound_hz else 0.0, stride=stride or 0)
+    spec = model_input.standardized(learned.x, plain.fit, plain.sound_hz)
+    return samples, replace(spec, rate_hz=plain.rate_hz, stride=plain.stride)
 
 
 def _quiet(samples: Samples, data: str, normal: Sequence[str]) -> Samples:

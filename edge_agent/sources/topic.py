@@ -24,7 +24,7 @@ class Topic:
         if not about.broker and "cert" in tls_files(home, settings):
             raise ConfigError(
                 f"the topic {about.topic} is to be read at the fleet's broker, where this device has one connection: "
-                f"the agent's", where="device.toml", expected=ANOTHER, hint="docs/sources.md#mqtt",
+                "the agent's", where="device.toml", expected=ANOTHER, hint="docs/sources.md#mqtt",
             )
         self._url = about.broker or settings.device.broker
         self._link = link_to(about, home, settings, PACKET_BYTES)

@@ -21,7 +21,7 @@ from fleet_core.base.storage import write_atomic
 from fleet_core.data import model_input
 from fleet_core.data.prepare import prepared
 from fleet_core.data.shaping import sound
-from fleet_core.model.layout import InputSpec
+from fleet_core.model.layout import FITS, InputSpec
 from fleet_core.tasks import anomaly
 
 if TYPE_CHECKING:
@@ -151,6 +151,30 @@ def load(
     if shape is not None:
         model_input.check(found.x, InputSpec(tuple(shape), dtype or found.x.dtype.name), str(path))
     return found
+
+
+def load_in_form(
+    path: Path, *, window: int | None = None, stride: int | None = None, size: str | None = None,
+    fit: str | None = None, rate: int | None = None, seconds: float | None = None, **reading: Any,
+) -> tuple[Samples, InputSpec]:  # fmt: skip
+    """The samples of a new fleet or an experiment, and their input as it is, with what devices do to theirs.
+
+    window, stride, reading: as in ``load``. size, fit: of images, as in ``resize.size_of``. rate, seconds: of sound;
+    with a window, rate is that of the readings, to which devices resample their sensors. Raises DataError.
+    """
+    from fleet_core.data.readers import rate_wanted
+    from fleet_core.data.shaping import resize
+
+    if fit is not None and fit not in FITS:
+        raise DataError(f"'{fit[:40]}' is not a way to fit images", where="--fit", expected=" or ".join(FITS))
+    pixels, how = resize.size_of(size, fit)
+    sound_hz = rate_wanted(path, rate, seconds, window)
+    found = load(path, window=window, stride=stride, size=pixels, fit=how, sound_hz=sound_hz, seconds=seconds,
+                 **reading)
+    if how != "refuse" and found.x.ndim != 4:
+        raise DataError("holds no images", where=str(path), hint="leave out --size and --fit")
+    return found, replace(model_input.plain(found.x), fit=how, sound_hz=sound_hz, stride=stride or 0,
+                          rate_hz=float(rate or 0) if not sound_hz else 0.0)
 
 
 def save(path: Path, samples: Samples) -> None:

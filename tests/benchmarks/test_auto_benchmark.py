@@ -51,6 +51,18 @@ def test_every_strategy_answers_the_later_samples_of_each_class(people: Set) -> 
     assert accuracy > 0.9
 
 
+def test_the_figures_are_by_role_and_labels_and_the_costs_by_role(people: Set) -> None:
+    network = devices.trained(people, ["p0", "p1", "p2"], seed=0, steps=20)
+    found = {(role, name): devices.device_of(people, name, network)
+             for role, name in (("validation", "p3"), ("evaluated", "p4"), ("evaluated", "p5"))}
+    figures = run.figures(found)
+    for role, names in (("validation", ["p3"]), ("evaluated", ["p4", "p5"])):
+        assert set(figures[role]) == {*devices.LABELS, "cost"}
+        assert all(ratio > 0 for ratio in figures[role]["cost"])
+        rows = [(run.tried(found[role, name], "few").found["head"], found[role, name].query_y, 2) for name in names]
+        assert figures[role]["few"]["head"] == run.pooled(rows)
+
+
 def test_a_prior_of_the_fleet_draws_a_devices_weights_towards_those_of_the_others(people: Set) -> None:
     network = devices.trained(people, ["p0", "p1", "p2"], seed=0, steps=20)
     trial = run.tried(devices.device_of(people, "p4", network), "few")

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
+from cloud_server.laboratory.compare import finished_runs
 from cloud_server.ledger.ledger import Ledger
-from cloud_server.ledger.ledger_tables import Update
+from cloud_server.ledger.ledger_tables import TaskEvaluation, Update
 from cloud_server.records.fleet_folder import Fleet
 from cloud_server.records.fleet_settings import FleetConfig
 from cloud_server.results.evaluations import evaluated
@@ -119,6 +122,22 @@ options = {{ {self.options} }}
 
             running.until(all_evaluated, "the evaluations of the last model")
         yield made
+
+
+def check_comparison(fleet: World, figure: str, stage: str, measure: str) -> None:
+    """The fleet as ``metafleet compare`` reads it has the mean, best and worst of what its two devices reported."""
+    run = finished_runs.read(fleet.fleet.folder)
+    task, rounds = fleet.fleet.config.model.task, fleet.fleet.config.fleet.rounds
+    assert task is not None
+    by_hand = [task.of_sums(row.samples, row.sums).compared[figure]
+               for row in fleet.server.ledger.rows(TaskEvaluation, stage=stage) if row.round == rounds]
+    assert run.figure == figure
+    assert [point.round for point in run.points] == [rounds]
+    for scores in (run.points[-1].scores["devices"], run.last["devices"]):
+        assert scores["mean"] == pytest.approx(sum(by_hand) / 2)
+        assert {scores["worst"], scores["best"]} == set(by_hand)
+        assert measure in scores
+    assert run.last["devices"]["devices"] == 2
 
 
 def home(fleet: World, name: str = "a") -> Path:

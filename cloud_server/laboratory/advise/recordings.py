@@ -14,11 +14,9 @@ from fleet_core.base import schema
 from fleet_core.base.errors import DataError
 from fleet_core.data import model_input
 from fleet_core.data.partitions import pool
-from fleet_core.data.readers import rate_wanted
-from fleet_core.data.samples import Samples, load
+from fleet_core.data.samples import Samples, load_in_form
 from fleet_core.data.sets.registry import entries
 from fleet_core.data.sets.set_cache import load_set
-from fleet_core.data.shaping import resize
 from fleet_core.data.time_split import by_time
 from fleet_core.tasks import anomaly
 from fleet_core.tasks.task import reading
@@ -59,10 +57,9 @@ def recordings(
     data: str, window: int | None = None, stride: int | None = None, task: str = "classes", names: Sequence[str] = (),
     *, size: str | None = None, fit: str | None = None, rate: int | None = None, seconds: float | None = None,
 ) -> Recordings:  # fmt: skip
-    """Loads a named set or a file. window, stride: how a file of readings is cut into windows. size, fit, rate,
-    seconds: as in ``first_settings.load_data``. task: what the samples
-    are for; names: of its numbers or labels, empty for the file's own, or of the labels of quiet samples. Raises
-    DataError if methods cannot be compared on it."""
+    """Loads a named set or a file. window, stride, size, fit, rate, seconds: as in ``samples.load_in_form``. task: what
+    the samples are for; names: of its numbers or labels, empty for the file's own, or of the labels of quiet samples.
+    Raises DataError if methods cannot be compared on it."""
     named = data in entries()
     if not named and not Path(data).exists():
         near = schema.suggest(data, entries())
@@ -70,7 +67,7 @@ def recordings(
                         where=data, expected=f"a path, or one of {', '.join(entries())}")
     if named and (window is not None or stride is not None):
         raise DataError("is a named set, which is not cut into windows", where=data, hint=NO_WINDOW)
-    form = schema.present({"size": size, "fit": fit, "rate": rate, "seconds": seconds})
+    form: dict[str, Any] = schema.present({"size": size, "fit": fit, "rate": rate, "seconds": seconds})
     if named and form:
         raise DataError("is a named set, whose samples are as they are", where=data,
                         hint="leave out --size, --fit, --rate and --seconds")
@@ -79,11 +76,7 @@ def recordings(
         raise DataError("is a named set, which has classes", where=data, hint=f"leave out --task {task}")
     found = load_set(data) if named else None
     if found is None:
-        pixels, how = resize.size_of(size, fit)
-        samples = load(Path(data), window=window, stride=stride, size=pixels, fit=how, seconds=seconds,
-                       sound_hz=rate_wanted(Path(data), rate, seconds, window), **options)
-        if how != "refuse" and samples.x.ndim != 4:
-            raise DataError("holds no images", where=data, hint="leave out --size and --fit")
+        samples, _ = load_in_form(Path(data), window=window, stride=stride, **form, **options)
     else:
         samples = pool(found.train, found.test)
     if samples.client is None:

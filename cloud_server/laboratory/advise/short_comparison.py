@@ -80,7 +80,7 @@ class Options:
     """data: a named set or a file. board: the profile that gives joules. window, stride: how a file of readings is cut
     into windows. codecs: the codecs to try with the best method, each NAME for both ways or UP/DOWN. task: as in an
     experiment. names: of its numbers or labels, empty for the file's own, or of the labels of quiet samples. loss: of
-    numbers. size, fit, rate, seconds: as in ``first_settings.load_data``."""
+    numbers. size, fit, rate, seconds: as in ``samples.load_in_form``."""
 
     data: str = field(metadata={"max_length": 4096})
     budget_minutes: float = field(default=5.0, metadata={"above": 0, "max": 100_000})

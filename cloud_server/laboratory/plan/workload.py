@@ -28,10 +28,8 @@ from fleet_core.data.partitions import (
     time_split,
     within,
 )
-from fleet_core.data.readers import rate_wanted
-from fleet_core.data.samples import Samples, load
+from fleet_core.data.samples import Samples, load_in_form
 from fleet_core.data.sets.set_cache import load_set
-from fleet_core.data.shaping import resize
 from fleet_core.model import select_arrays
 from fleet_core.model.layout import InputSpec, Layout
 from fleet_core.tasks import anomaly
@@ -237,13 +235,11 @@ def _data(experiment: Experiment) -> tuple[Samples, Samples | None, InputSpec]:
     section = experiment.data
     test: Samples | None = None
     if section.path is not None:
-        size, fit = resize.size_of(section.size, section.fit)
-        sound_hz = rate_wanted(Path(section.path), section.rate, section.seconds, section.window)
-        train = load(Path(section.path), window=section.window, stride=section.stride, size=size, fit=fit,
-                     sound_hz=sound_hz, seconds=section.seconds,
-                     **tasks.reading(experiment.model.task, section.outputs or section.normal))
-        spec = replace(model_input.plain(train.x), fit=fit, sound_hz=sound_hz, stride=section.stride or 0,
-                       rate_hz=float(section.rate or 0) if not sound_hz else 0.0)
+        train, spec = load_in_form(
+            Path(section.path), window=section.window, stride=section.stride, size=section.size, fit=section.fit,
+            rate=section.rate, seconds=section.seconds,
+            **tasks.reading(experiment.model.task, section.outputs or section.normal),
+        )
     elif section.set == SYNTHETIC:
         train = _synthetic(section.options, experiment.partition.seed)
         spec = InputSpec(train.x.shape[1:], "float32")

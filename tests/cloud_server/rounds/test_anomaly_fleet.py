@@ -11,7 +11,6 @@ import pytest
 
 import metafleet
 from cloud_server.devices import fleet_status
-from cloud_server.laboratory.compare import finished_runs
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
@@ -35,7 +34,7 @@ from fleet_core.protocol.device_messages import Report
 from tests.support import waiting
 from tests.support.cli import typing
 from tests.support.inprocess import World
-from tests.support.task_fleets import NAMES, TaskFleet, home
+from tests.support.task_fleets import NAMES, TaskFleet, check_comparison, home
 
 pytestmark = pytest.mark.slow
 
@@ -90,18 +89,7 @@ def test_the_ledger_has_alarms_and_no_accuracy(fleet: World) -> None:
 
 
 def test_a_fleet_is_compared_by_the_figure_of_its_task(fleet: World) -> None:
-    run = finished_runs.read(fleet.fleet.folder)
-    task, rounds = fleet.fleet.config.model.task, fleet.fleet.config.fleet.rounds
-    assert task is not None
-    by_hand = [task.of_sums(row.samples, row.sums).compared["difference"]
-               for row in fleet.server.ledger.rows(TaskEvaluation, stage="before") if row.round == rounds]
-    assert run.figure == "difference"
-    assert [point.round for point in run.points] == [rounds]
-    for scores in (run.points[-1].scores["devices"], run.last["devices"]):
-        assert scores["mean"] == pytest.approx(sum(by_hand) / 2)
-        assert {scores["worst"], scores["best"]} == set(by_hand)
-        assert "alarms quiet" in scores
-    assert run.last["devices"]["devices"] == 2
+    check_comparison(fleet, "difference", "before", "alarms quiet")
 
 
 def test_results_and_listings_show_false_alarms(fleet: World) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import metafleet
-from cloud_server.laboratory.compare import finished_runs
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation
 from cloud_server.reports.html_report import render
 from cloud_server.reports.terminal_view import closing_table, round_line, snapshot
@@ -36,7 +35,7 @@ from fleet_core.model import graph_bundle
 from fleet_core.protocol.device_messages import Report
 from tests.support.cli import typing
 from tests.support.inprocess import World
-from tests.support.task_fleets import NAMES, TaskFleet, home
+from tests.support.task_fleets import NAMES, TaskFleet, check_comparison, home
 
 pytestmark = pytest.mark.slow
 
@@ -98,18 +97,7 @@ def test_results_have_f1_in_place_of_accuracies(fleet: World) -> None:
 
 
 def test_a_fleet_is_compared_by_the_figure_of_its_task(fleet: World) -> None:
-    run = finished_runs.read(fleet.fleet.folder)
-    task, rounds = fleet.fleet.config.model.task, fleet.fleet.config.fleet.rounds
-    assert task is not None
-    by_hand = [task.of_sums(row.samples, row.sums).compared["micro_f1"]
-               for row in fleet.server.ledger.rows(TaskEvaluation, stage="after") if row.round == rounds]
-    assert run.figure == "micro_f1"
-    assert [point.round for point in run.points] == [rounds]
-    for scores in (run.points[-1].scores["devices"], run.last["devices"]):
-        assert scores["mean"] == pytest.approx(sum(by_hand) / 2)
-        assert {scores["worst"], scores["best"]} == set(by_hand)
-        assert "micro_f1 all" in scores
-    assert run.last["devices"]["devices"] == 2
+    check_comparison(fleet, "micro_f1", "after", "micro_f1 all")
 
 
 def test_listings_and_the_report_show_f1(fleet: World) -> None:

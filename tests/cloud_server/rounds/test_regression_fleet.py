@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import metafleet
-from cloud_server.laboratory.compare import finished_runs
 from cloud_server.ledger.ledger_tables import Alone, Evaluation, TaskEvaluation, Update
 from cloud_server.records import training_graph
 from cloud_server.reports.html_report import render
@@ -37,7 +36,7 @@ from fleet_core.protocol.device_messages import Report
 from fleet_core.training.graph_engine import GraphSteps
 from tests.support.cli import typing
 from tests.support.inprocess import World
-from tests.support.task_fleets import NAMES, TaskFleet, home
+from tests.support.task_fleets import NAMES, TaskFleet, check_comparison, home
 from tests.support.train_graphs import train_graph
 
 pytestmark = pytest.mark.slow
@@ -104,18 +103,7 @@ def test_results_have_the_tasks_measures_in_place_of_accuracies(fleet: World) ->
 
 
 def test_a_fleet_is_compared_by_the_figure_of_its_task(fleet: World) -> None:
-    run = finished_runs.read(fleet.fleet.folder)
-    task, rounds = fleet.fleet.config.model.task, fleet.fleet.config.fleet.rounds
-    assert task is not None
-    by_hand = [task.of_sums(row.samples, row.sums).compared["error"]
-               for row in fleet.server.ledger.rows(TaskEvaluation, stage="after") if row.round == rounds]
-    assert run.figure == "error"
-    assert [point.round for point in run.points] == [rounds]
-    for scores in (run.points[-1].scores["devices"], run.last["devices"]):
-        assert scores["mean"] == pytest.approx(sum(by_hand) / 2)
-        assert {scores["worst"], scores["best"]} == set(by_hand)
-        assert "mae speed" in scores
-    assert run.last["devices"]["devices"] == 2
+    check_comparison(fleet, "error", "after", "mae speed")
 
 
 def test_listings_and_the_report_show_errors(fleet: World) -> None:
