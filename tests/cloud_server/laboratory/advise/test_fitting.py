@@ -202,6 +202,7 @@ def test_advise_takes_images_sound_and_readings_in_the_form_of_a_fleet(tmp_path:
     assert (spec.rate_hz, spec.stride, spec.sound_hz) == (50.0, 2, 0)
     for data, form, said in (("heartbeat", {"rate": 8000}, "whose samples are as they are"),
                              (str(path), {"window": 4, "size": "8"}, "holds no images"),
+                             (str(path), {"window": 4, "fit": "crop"}, "'crop' is not a way to fit images"),
                              (str(path), {"seconds": 1.0}, "holds no sound"),
                              (str(path), {"rate": 50}, "50 Hz is not a valid rate for sound")):
         with pytest.raises(DataError, match=said):
