@@ -30,7 +30,9 @@ from tests.support import waiting
 from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, private_broker, until
 from tests.support.pki import credentials_for, fleet_without_model, secured_broker
 
-WRITES = ("sh", "-c", "cat >> heard")
+APPENDS = "import sys; open('heard', 'a').write(sys.stdin.read())"
+WAITS = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
+WRITES = tuple(processes.python("-c", APPENDS))
 QUIET = Answer(outputs=("score",), values=((0.1,), (0.2,)), threshold=0.5, alarms=(False, False), round=3)
 LOUD = replace(QUIET, values=((0.1,), (0.7,)), alarms=(False, True))
 TOPIC = "fl1/t/a/d0/alarm"
@@ -76,8 +78,7 @@ def test_it_gets_the_sample_with_the_highest_score_and_runs_at_most_once_in_ever
 
 def test_nothing_waits_for_it_and_one_runs_at_a_time(tmp_path: Path) -> None:
     now, log = [100.0], list[str]()
-    hears = command(tmp_path, log, ("sh", "-c", "until [ -e go ]; do sleep 0.02; done; cat >> heard"),
-                    clock=lambda: now[0])
+    hears = command(tmp_path, log, tuple(processes.python("-c", WAITS + APPENDS)), clock=lambda: now[0])
     began = time.monotonic()
     for _ in range(50):
         hears(LOUD)
@@ -94,12 +95,12 @@ def test_nothing_waits_for_it_and_one_runs_at_a_time(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_hangs_or_is_missing_is_told_in_the_log(tmp_path: Path) -> None:
     log: list[str] = []
-    for words, timeout_s in ((("sh", "-c", "echo no siren >&2; exit 3"), 30.0), (("sleep", "60"), 0.1),
-                             (("no-such-program",), 30.0)):
+    fails = tuple(processes.python("-c", "import sys; sys.stderr.write('no siren'); sys.exit(3)"))
+    for words, timeout_s in ((fails, 30.0), (("sleep", "60"), 0.1), (("no-such-program",), 30.0)):
         hears = command(tmp_path, log, words, timeout_s=timeout_s)
         hears(LOUD)
         hears.join(30.0)
-    assert log[0] == "the command for alarms failed: sh: exit code 3: no siren"
+    assert log[0] == f"the command for alarms failed: {fails[0]}: exit code 3: no siren"
     assert "timed out" in log[1]
     assert "no-such-program" in log[2]
 
