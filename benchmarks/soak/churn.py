@@ -11,6 +11,7 @@ import platform
 import random
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from typing import Any
 
 from benchmarks.soak import sampling
 from cloud_server.ledger.ledger import Ledger
+from cloud_server.ledger.ledger_tables import Update
+from fleet_core.base import processes
 from tests.support.faults import Mosquitto, mosquitto
 from tests.support.programs import Program, Programs, device, edge_agent, metafleet, programs_in, small_fleet
 
@@ -52,7 +55,8 @@ class Running:
         else:
             command = edge_agent("run", "--home", self.folder / name, "--broker", self.broker.url)
             if name == CLOCK:
-                command[1:3] = ["-m", "benchmarks.soak.jumping_clock", str(self.folder / "ahead")]
+                command = processes.command("benchmarks.soak.jumping_clock", *map(str, (
+                    self.folder / "ahead", self.folder / name, self.broker.url)))
         self.processes[name] = self.programs.start(*command, cwd=Path.cwd())
         self.lives[name] = self.lives.get(name, 0) + 1
 
@@ -69,6 +73,12 @@ class Running:
     def closed(self) -> int:
         with Ledger(self.folder / "fleet" / "ledger.sqlite", create=False) as ledger:
             return ledger.closed_count()
+
+    def counted(self) -> dict[str, int]:
+        """The counted updates of each device in the rounds that the ledger keeps."""
+        with Ledger(self.folder / "fleet" / "ledger.sqlite", create=False) as ledger:
+            found = Counter(row.device for row in ledger.rows(Update, status="counted"))
+        return {name: found[name] for name in DEVICES}
 
     def sample(self, number: int) -> None:
         for name, program in self.processes.items():
@@ -193,5 +203,5 @@ def _result(running: Running, done: int, rounds: int, warm_up: int, seconds: flo
         "rounds": done, "planned": rounds, "warm_up": min(warm_up, done // 2), "seconds": round(seconds, 1),
         "devices": len(DEVICES), "kept_rounds": KEPT_ROUNDS, "full_disk": running.full_disk,
         "python": platform.python_version(), "machine": platform.machine(), "starts": running.lives,
-        "events": running.events, "series": running.series,
+        "counted": running.counted(), "events": running.events, "series": running.series,
     }

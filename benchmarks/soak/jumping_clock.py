@@ -1,4 +1,4 @@
-"""``python -m benchmarks.soak.jumping_clock FILE ARGUMENTS``: edge-agent, whose clock is FILE's seconds ahead."""
+"""``python -m benchmarks.soak.jumping_clock FILE HOME BROKER``: an agent whose clock is FILE's seconds ahead."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
-from edge_agent.commands import cli
+from edge_agent.commands import run
+from fleet_core.base import processes
+
+CONNECT_S = "60"
 
 
 def main() -> None:
-    file, true_time = Path(sys.argv.pop(1)), time.time
+    file, home, broker = sys.argv[1:]
+    true_time = time.time
 
     def ahead() -> float:
         with suppress(OSError, ValueError):
-            return true_time() + float(file.read_text())
+            return true_time() + float(Path(file).read_text())
         return true_time()
 
-    time.time = ahead
-    cli.main()
+    with patch.object(time, "time", ahead):
+        processes.guarded(lambda: run.main(["--home", home, CONNECT_S, broker]))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
         ("warm-up", f"{result['warm_up']} rounds, and the first samples of each life of a process"),
         ("a real full disk", "yes" if result["full_disk"] else "no: this user may not mount one"),
         *((what, f"{count} times") for what, count in sorted(events.items())),
+        *([("updates counted in the rounds kept", ", ".join(f"{name}: {n}" for name, n in result["counted"].items()))]
+          if "counted" in result else []),
         ("**grows**", ", ".join(grown) or "nothing"),
     ]
     return {"run": markdown.table(("what", "how much"), facts),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import markdown
-from benchmarks.soak import churn, page
+from benchmarks.soak import churn, jumping_clock, page
 from benchmarks.soak.growth import Sample, growth
+from edge_agent.commands import run
 from tests.support.brokers import NEEDS_MOSQUITTO
 
 FOLDER = page.TEMPLATE.parent
@@ -43,6 +46,22 @@ def test_noise_little_and_a_fall_are_no_growth(per_round: float) -> None:
 def test_lives_that_are_too_short_have_no_slope() -> None:
     found = growth(samples(0.1, lives=40), 50)
     assert (found.per_100, found.grows, found.samples) == (None, False, 0)
+
+
+def test_the_agent_whose_clock_jumps_is_given_the_time_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, read = tmp_path / "ahead", list[float]()
+
+    def agent(arguments: list[str]) -> None:
+        for seconds in ("0", "86400", "-3600"):
+            ahead.write_text(seconds)
+            read.append(time.time() - time.monotonic())
+
+    monkeypatch.setattr(run, "main", agent)
+    monkeypatch.setattr(sys, "argv", ["jumping_clock", str(ahead), "d0", "mqtt://127.0.0.1:1"])
+    jumping_clock.main()
+    assert [round(one - read[0]) for one in read] == [0, 86400, -3600]
 
 
 @NEEDS_MOSQUITTO
