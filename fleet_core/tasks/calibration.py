@@ -30,8 +30,10 @@ def gaps(confidence_n: Array, right_n: Array) -> Array:
     """For each bin, the number of right answers less the sum of their confidences, float64 [BINS]. Those of several
     devices add up to those of all their answers.
 
-    confidence_n: the probability of each answered class. right_n: bool.
+    confidence_n: the probability of each answered class; one that is not finite, from a model that has diverged, counts
+    as 0. right_n: bool.
     """
+    confidence_n = np.where(np.isfinite(confidence_n), confidence_n, 0)
     bin_n = np.minimum((confidence_n * BINS).astype(np.int64), BINS - 1)
     return np.bincount(bin_n, right_n.astype(np.float64) - confidence_n, BINS)
 

@@ -42,6 +42,12 @@ def test_the_gaps_of_devices_give_the_error_of_all_their_answers() -> None:
     assert expected_calibration_error(np.sum(parts, axis=0), 200) == pytest.approx(error_of(sure, right))
 
 
+def test_an_answer_without_a_probability_has_no_confidence() -> None:
+    found = gaps(np.array([np.nan, np.inf, -np.inf, 0.9]), np.array([True, False, True, True]))
+    assert found[0] == 2
+    assert found.sum() == pytest.approx(2.1)
+
+
 def test_gaps_cannot_exceed_the_number_of_answers() -> None:
     most = list(gaps(np.zeros(40), np.ones(40, bool)).round(4))
     assert possible(most, 40)
