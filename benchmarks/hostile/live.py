@@ -27,7 +27,7 @@ import torch
 from benchmarks.hostile import attacks, tables
 from benchmarks.hostile.cell import measured
 from benchmarks.hostile.grid import ADAPTIVE, DATA, DEVICES, LABELS, MEAN, NOBODY, SIGN, Cell, experiment
-from benchmarks.hostile.liar import THIS
+from benchmarks.hostile.hostile_agent import THIS
 from cloud_server.choices.first_settings import fleet_toml
 from cloud_server.identity.create_fleet import create_fleet
 from cloud_server.identity.device_folder import write_device_folder
@@ -50,6 +50,7 @@ from tests.support.programs import edge_agent, metafleet, programs_in
 HERE = Path(__file__).parent
 RESULT = HERE / "live.json"
 METHODS, RULES, SHARE = ("fedavg-meta", "pfldyn-proto"), (MEAN, ADAPTIVE, "krum", "history"), 0.2
+DEADLINE_S, STALL_S = 120.0, 360.0
 
 
 def cells(data: str) -> list[Cell]:
@@ -60,7 +61,8 @@ def cells(data: str) -> list[Cell]:
 
 
 def lived(cell: Cell, clean: Workload, folder: Path) -> dict[str, Any]:
-    """The figures of the fleet: honest devices' accuracies, and the shares of updates that were refused."""
+    """The figures of the fleet: honest devices' accuracies, and the shares of updates that were refused. In their place
+    the rounds closed, ``stopped``, where too few updates are accepted for another round."""
     hostile = attacks.chosen(clean.names, cell.share, cell.seed)
     work = attacks.poisoned(clean, hostile, cell.attack, int(DATA[cell.data]["target"]))
     shutil.rmtree(folder, ignore_errors=True)
@@ -76,7 +78,8 @@ def lived(cell: Cell, clean: Workload, folder: Path) -> dict[str, Any]:
             command = processes.command(THIS, str(attacks.FLIPPED), str(home), url)
             programs.start(*(command if lies else edge_agent("run", "--home", home, "--broker", url)), cwd=ROOT)
         with Ledger(fleet.ledger_path, create=False) as ledger:
-            wait(lambda: evaluated(ledger, rounds) >= {share.name for share in work.train}, 60 * rounds)
+            if not ends(ledger, rounds, {share.name for share in work.train}):
+                return {"stopped": ledger.closed_count()}
             return figures(ledger, rounds, hostile)
 
 
@@ -86,7 +89,7 @@ def founded(cell: Cell, work: Workload, folder: Path) -> Fleet:
     samples = replace(work.samples.take(work.train[0].train), classes=work.classes)
     settings = tomllib.loads(fleet_toml(
         samples, "t", cell.method, kind.name, rounds=rounds, seed=cell.seed, spec=work.spec, model_options=kind.options,
-        codec="up:fp32,down:fp32", min_devices=DEVICES, serve_every=rounds, quorum=0.5, deadline_s=120.0,
+        codec="up:fp32,down:fp32", min_devices=DEVICES, serve_every=rounds, quorum=0.5, deadline_s=DEADLINE_S,
     ))
     settings |= {"hyper": chosen["methods"][cell.method],
                  "robust": {"rule": NONE if cell.setting in (MEAN, ADAPTIVE) else cell.setting}}
@@ -118,12 +121,16 @@ def figures(ledger: Ledger, rounds: int, hostile: Sequence[str]) -> dict[str, An
     }}
 
 
-def wait(condition: Any, seconds: float) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end_s:
-            raise SystemExit(f"the fleet is not done after {seconds:g} s")
+def ends(ledger: Ledger, rounds: int, devices: set[str]) -> bool:
+    """Waits until all devices have evaluated the last model; False if no round has closed for ``STALL_S``."""
+    closed, since_s = 0, time.monotonic()
+    while not evaluated(ledger, rounds) >= devices:
+        if (now := ledger.closed_count()) > closed:
+            closed, since_s = now, time.monotonic()
+        if time.monotonic() - since_s > STALL_S:
+            return False
         time.sleep(0.2)
+    return True
 
 
 def compute(data: str, minutes: float, folder: Path) -> None:

@@ -42,10 +42,14 @@ def fill(found: Sequence[Row], lived: Sequence[Row], page: Path) -> None:
 
 def live(found: Sequence[Row]) -> str:
     """Cell by cell: the mean accuracy of honest devices, in percent, in the fleet and in the simulation."""
+    def of(fleet: Row) -> tuple[str, ...]:
+        if "stopped" in fleet:
+            return f"stopped after {fleet['stopped']} rounds", ABSENT, ABSENT
+        return f"{100 * fleet['accuracy']:.2f}", *(f"{fleet['refused'][one]:.0%}" for one in ("hostile", "honest"))
+
     lines = [(row["data"], f"`{row['method']}`", f"`{row['attack']}`", f"`{row['setting']}`",
-              f"{100 * row['live']['accuracy']:.2f}", f"{100 * row['simulated']:.2f}",
-              *(f"{row['live']['refused'][of]:.0%}" for of in ("hostile", "honest"))) for row in found]
-    heads = ("data", "method", "attack", "setting", "fleet", "simulation", "hostile refused", "honest refused")
+              f"{100 * row['simulated']:.2f}", *of(row["live"])) for row in found]
+    heads = ("data", "method", "attack", "setting", "simulation", "fleet", "hostile refused", "honest refused")
     return markdown.table(heads, lines) if lines else "Not run.\n"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.hostile import attacks, liar, live, tables
+from benchmarks.hostile import attacks, hostile_agent, live, tables
 from benchmarks.hostile.grid import (
     ATTACKS,
     BOUND,
@@ -156,13 +156,14 @@ def test_attacks_are_counted_for_which_a_rule_is_near_the_clean_fleet() -> None:
 def test_a_hostile_agent_starts_a_trainer_whose_updates_are_false(monkeypatch: pytest.MonkeyPatch) -> None:
     started, sent = list[list[str]](), list[Any]()
     own = {"body": {"w": np.ones((2, 2), np.float32)}}
-    monkeypatch.setattr(agent, "main", lambda given: started.extend(
-        (given, processes.command(liar.TRAINER, "--threads", "1"), processes.command("edge_agent.compute.adapter"))))
-    monkeypatch.setattr(sys, "argv", ["liar", "-10", "home", "mqtt://h:1"])
-    liar.main()
+    monkeypatch.setattr(agent, "main", lambda given: started.extend((
+        given, processes.command(hostile_agent.TRAINER, "--threads", "1"),
+        processes.command("edge_agent.compute.adapter"))))
+    monkeypatch.setattr(sys, "argv", ["hostile_agent", "-10", "home", "mqtt://h:1"])
+    hostile_agent.main()
     given, trains, adapts = started
-    assert given == ["--home", "home", liar.CONNECT_S, "mqtt://h:1"]
-    assert trains[-5:] == ["benchmarks.hostile.liar", "-10", liar.TRAINER, "--threads", "1"]
+    assert given == ["--home", "home", hostile_agent.CONNECT_S, "mqtt://h:1"]
+    assert trains[-5:] == ["benchmarks.hostile.hostile_agent", "-10", hostile_agent.TRAINER, "--threads", "1"]
     assert adapts[-1] == "edge_agent.compute.adapter"
     layout = Layout("m", InputSpec((2,)), ("a", "b"), 2, (TensorSpec("w", "body", (2, 2)),))
 
@@ -171,9 +172,9 @@ def test_a_hostile_agent_starts_a_trainer_whose_updates_are_false(monkeypatch: p
         return 0
 
     monkeypatch.setattr(trainer, "main", training)
-    monkeypatch.setattr(sys, "argv", ["liar", *trains[-4:]])
+    monkeypatch.setattr(sys, "argv", ["hostile_agent", *trains[-4:]])
     with pytest.raises(SystemExit) as ended:
-        liar.main()
+        hostile_agent.main()
     (arguments, update), = sent
     assert (ended.value.code, arguments) == (0, ["--threads", "1"])
     np.testing.assert_array_equal(update.decoded["body"]["w"], -10 * own["body"]["w"])

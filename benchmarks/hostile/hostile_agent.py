@@ -1,4 +1,4 @@
-"""``python -m benchmarks.hostile.liar FACTOR HOME BROKER``: an agent whose updates are FACTOR times what it trained.
+"""``python -m benchmarks.hostile.hostile_agent FACTOR HOME BROKER``: an agent that sends FACTOR times what it trained.
 
 The agent starts its trainer as this module too, in the place of ``edge_agent.compute.trainer``. The device's state is
 that of what it trained.
@@ -15,7 +15,7 @@ from edge_agent.compute import trainer
 from fleet_core.base import processes, trees
 from fleet_core.model import payloads
 
-TRAINER, THIS = "edge_agent.compute.trainer", "benchmarks.hostile.liar"
+TRAINER, THIS = "edge_agent.compute.trainer", "benchmarks.hostile.hostile_agent"
 CONNECT_S = "60"
 
 
