@@ -2,4 +2,5 @@
 
 ``grid`` names data, methods, rules and attacks; ``attacks`` makes a run's devices hostile; ``cell`` runs one and
 measures it; ``tables`` writes README.md from result.json; ``__main__`` is the command.
+``live`` runs cells as fleets of processes, in which ``hostile_agent`` is a hostile agent.
 """

@@ -52,7 +52,7 @@ def main() -> None:
     for data in [] if options.tables else options.data or DATA:
         compute(data, options.minutes, HERE / "result.json")
     found = tables.rows(HERE / "result.json")
-    tables.fill(found, HERE / "README.md")
+    tables.fill(found, tables.rows(HERE / "live.json"), HERE / "README.md")
     tables.summarize(found, HERE.parents[1] / "docs" / "robust.md")
 
 

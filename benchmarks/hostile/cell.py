@@ -29,16 +29,17 @@ from fleet_core.base.errors import RoundError
 from fleet_core.learning import models
 
 
-def measured(cell: Cell, clean: Workload) -> dict[str, Any]:
-    """The row of a cell. clean: the workload without false samples."""
-    asked = experiment(cell)
+def measured(cell: Cell, clean: Workload, *, as_fleet: bool = False) -> dict[str, Any]:
+    """The row of a cell. clean: the workload without false samples. as_fleet: every rounding is that of a fleet: values
+    cross a wire in float32, and devices are computed one after another."""
+    asked = experiment(cell, **({"codec_up": "fp32", "codec_down": "fp32"} if as_fleet else {}))
     run, = experiments.runs(asked)
     hostile = attacks.chosen(clean.names, cell.share, cell.seed)
     target = int(DATA[cell.data]["target"])
     work = attacks.poisoned(clean, hostile, cell.attack, target)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-        side = simulate.SIDE_BY_SIDE if asked.model.name in simulate.BATCHED else 1
+        side = simulate.SIDE_BY_SIDE if asked.model.name in simulate.BATCHED and not as_fleet else 1
         setting = Setting(asked, run, Path(folder), side)
         executor = attacks.Hostile(Inline(setting, work), hostile, cell.attack, cell.seed)
         layout, store = workload.layout_of(asked, work), Store(Path(folder))

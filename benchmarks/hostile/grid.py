@@ -70,12 +70,13 @@ def cells(data: str) -> Iterator[Cell]:
                     yield from (Cell(data, method, setting, attack, share) for setting in SETTINGS)
 
 
-def experiment(cell: Cell) -> Experiment:
+def experiment(cell: Cell, **more: Any) -> Experiment:
+    """more: further keys of the experiment."""
     chosen = DATA[cell.data]
     rule = NONE if cell.setting in (MEAN, ADAPTIVE) else cell.setting
     return experiments.read({
         "data": {"set": cell.data}, "partition": chosen["partition"], "model": chosen["model"],
         "budget": {"rounds": chosen["rounds"]}, "evaluation": {"every": 0}, "seeds": [cell.seed],
         "method": [{"name": cell.method, "hyper": chosen["methods"][cell.method]}],
-        "robust": {"rule": rule}, **({"max_update_norm": CEILING} if cell.setting == MEAN else {}),
+        "robust": {"rule": rule}, **({"max_update_norm": CEILING} if cell.setting == MEAN else {}), **more,
     })

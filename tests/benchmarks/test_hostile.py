@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,15 +11,35 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.hostile import attacks, tables
-from benchmarks.hostile.grid import ATTACKS, BOUND, DATA, INNER, NOBODY, SETTINGS, SHARES, SIGN, Cell, cells, experiment
+from benchmarks.hostile import attacks, hostile_agent, live, tables
+from benchmarks.hostile.grid import (
+    ATTACKS,
+    BOUND,
+    DATA,
+    INNER,
+    MEAN,
+    NOBODY,
+    SETTINGS,
+    SHARES,
+    SIGN,
+    Cell,
+    cells,
+    experiment,
+)
 from cloud_server.laboratory.plan.workload import Workload
 from cloud_server.laboratory.run.device_work import DeviceEvaluation, EvaluationTask, TrainedDevice, TrainingTask
+from cloud_server.records.fleet_folder import Fleet
+from edge_agent.commands import run as agent
+from edge_agent.compute import trainer
+from edge_agent.device.local_samples import LocalData
 from fleet_core.algorithms.interface import Payload, Update
 from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import processes
+from fleet_core.board.device_settings import settings_of
 from fleet_core.data.partitions import Share
 from fleet_core.data.samples import Samples
-from fleet_core.model.layout import InputSpec
+from fleet_core.model import payloads
+from fleet_core.model.layout import InputSpec, Layout, TensorSpec
 from fleet_core.robust.blocks import flat
 from fleet_core.robust.norm_bound import refused
 from fleet_core.robust.screening import Screening
@@ -101,7 +122,8 @@ def test_false_samples_are_those_of_hostile_devices_and_test_samples_stay() -> N
 
 
 @pytest.mark.parametrize(("page", "write"), [
-    (HERE / "README.md", tables.fill), (ROOT / "docs" / "robust.md", tables.summarize),
+    (HERE / "README.md", lambda found, page: tables.fill(found, tables.rows(HERE / "live.json"), page)),
+    (ROOT / "docs" / "robust.md", tables.summarize),
 ])
 def test_a_page_is_what_the_command_writes(tmp_path: Path, page: Path, write: Callable[[Any, Path], None]) -> None:
     text, again = page.read_text(encoding="utf-8"), tmp_path / page.name
@@ -114,3 +136,68 @@ def test_a_table_has_what_was_run_and_says_what_was_ruined() -> None:
     cell = asdict(Cell("mnist", "pfldyn-proto", "mean", SIGN, 0.2))
     text = tables.table([{**cell, "ruined": "not finite"}, {**cell, "setting": "krum", "accuracy": 0.5}], "mnist", 0.2)
     assert text.splitlines()[2] == "| `pfldyn-proto` | `sign` | ruined | - | - | - | - | 50.0 | - |"
+
+
+def test_attacks_are_counted_for_which_a_rule_is_near_the_clean_fleet() -> None:
+    def row(attack: str, setting: str, share: float, accuracy: float) -> dict[str, Any]:
+        return {**asdict(Cell("mnist", "pfldyn-proto", setting, attack, share)), "accuracy": accuracy}
+
+    rows = [row(NOBODY, MEAN, 0.0, 0.95)]
+    for attack, best in ((SIGN, 0.93), (BOUND, 0.90)):
+        rows += [row(attack, setting, 0.2, best if setting == "krum" else 0.1) for setting in SETTINGS]
+    rows += [row(INNER, "krum", 0.2, 0.1)]
+    lines = tables.within(rows).splitlines()
+    assert lines[2:] == ["| mnist | 20% | 1 of 2 | `bound` on `pfldyn-proto`: `krum` 5.0 |"]
+
+
+# Fleets of processes --------------------------------------------------------------------------------------------------
+
+
+def test_a_hostile_agent_starts_a_trainer_whose_updates_are_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, sent = list[list[str]](), list[Any]()
+    own = {"body": {"w": np.ones((2, 2), np.float32)}}
+    monkeypatch.setattr(agent, "main", lambda given: started.extend((
+        given, processes.command(hostile_agent.TRAINER, "--threads", "1"),
+        processes.command("edge_agent.compute.adapter"))))
+    monkeypatch.setattr(sys, "argv", ["hostile_agent", "-10", "home", "mqtt://h:1"])
+    hostile_agent.main()
+    given, trains, adapts = started
+    assert given == ["--home", "home", hostile_agent.CONNECT_S, "mqtt://h:1"]
+    assert trains[-5:] == ["benchmarks.hostile.hostile_agent", "-10", hostile_agent.TRAINER, "--threads", "1"]
+    assert adapts[-1] == "edge_agent.compute.adapter"
+    layout = Layout("m", InputSpec((2,)), ("a", "b"), 2, (TensorSpec("w", "body", (2, 2)),))
+
+    def training(arguments: list[str]) -> int:
+        sent.append((arguments, payloads.send("fp32", own, None, layout, ("body",))))
+        return 0
+
+    monkeypatch.setattr(trainer, "main", training)
+    monkeypatch.setattr(sys, "argv", ["hostile_agent", *trains[-4:]])
+    with pytest.raises(SystemExit) as ended:
+        hostile_agent.main()
+    (arguments, update), = sent
+    assert (ended.value.code, arguments) == (0, ["--threads", "1"])
+    np.testing.assert_array_equal(update.decoded["body"]["w"], -10 * own["body"]["w"])
+
+
+@pytest.mark.parametrize(("train", "test"), [(2, 1), (84, 28), (250, 150), (3, 997)])
+def test_a_live_device_holds_back_what_the_simulation_does(tmp_path: Path, fleet: Fleet, train: int, test: int) -> None:
+    rows = np.random.default_rng(0).permutation(train + test)
+    share = Share("d0", np.sort(rows[:train]), np.sort(rows[train:]))
+    samples = Samples(np.arange(train + test, dtype=np.float32)[:, None], rows % 2, classes=("a", "b"))
+    work = Workload(samples, (share,), (), (), InputSpec((1,)), ("a", "b"))
+    home = live.home_of(fleet, work, share, tmp_path / "d0")
+    fraction = settings_of(home).data.train_fraction
+    data = LocalData(home / "samples.npz", ("a", "b"), "float32", train_fraction=fraction)
+    held = data.held_back()
+    assert held is not None
+    np.testing.assert_array_equal(held.x[:, 0], share.test)
+    np.testing.assert_array_equal(data.own().x[:, 0], share.train)
+
+
+def test_cells_of_fleets_are_cells_of_the_grid_and_no_rounding_is_another() -> None:
+    for data in DATA:
+        grid = {cell.key for cell in cells(data)}
+        assert {cell.key for cell in live.cells(data)} <= grid
+        asked = experiment(live.cells(data)[0], codec_up="fp32", codec_down="fp32")
+        assert (asked.codec_up, asked.codec_down) == ("fp32", "fp32")
