@@ -201,3 +201,12 @@ def test_cells_of_fleets_are_cells_of_the_grid_and_no_rounding_is_another() -> N
         assert {cell.key for cell in live.cells(data)} <= grid
         asked = experiment(live.cells(data)[0], codec_up="fp32", codec_down="fp32")
         assert (asked.codec_up, asked.codec_down) == ("fp32", "fp32")
+
+
+def test_every_fleet_that_ends_has_the_accuracy_of_its_simulation() -> None:
+    rows = tables.rows(live.RESULT)
+    assert {tables.key_of(row) for row in rows} == {cell.key for data in DATA for cell in live.cells(data)}
+    stopped = [row for row in rows if "stopped" in row["live"]]
+    assert len(stopped) == 1
+    assert [row["live"]["accuracy"] for row in rows if row not in stopped] == [
+        row["simulated"] for row in rows if row not in stopped]
