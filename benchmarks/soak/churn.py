@@ -31,7 +31,7 @@ FILLER = "filler"
 HOME_MIB = 16
 KEPT_ROUNDS = 50
 DAY_S = 86_400
-STEPS = 300
+STEPS = 900
 """Enough steps for a round to take longer than its measurement."""
 
 
