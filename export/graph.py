@@ -143,7 +143,7 @@ def root_cause(error: BaseException) -> str:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppresses the exporter's log lines, warnings and prints, and the lines of code that torch notes for each
-    operation: up to a third of its time, for what no graph keeps. A torch that has no such setting ignores it."""
+    operation, which cost it time and are in no graph. A torch that has no such setting ignores it."""
     level = logging.root.manager.disable
     unnoted = getattr(fx.config, _UNNOTED, False)
     logging.disable(logging.WARNING)
