@@ -360,5 +360,5 @@ def method_of(settings: FleetConfig, path: Path) -> tuple[Method, Any]:
                                                          "every round, hostile or not: expected false"))
     if named:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        raise ConfigError("\n".join(config.located(problem, text, str(path)) for problem in named))
+        raise config.mistakes(named, text, str(path))
     return method, hyper

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fleet_core.base import config, schema
-from fleet_core.base.errors import ConfigError
 from fleet_core.base.schema import Problem
 
 FILE = "tariff.toml"
@@ -60,7 +59,7 @@ def load(path: Path) -> Tariff:
     tariff, problems = schema.read(Tariff, tables)
     problems += _contradictions(tables)
     if tariff is None or problems:
-        raise ConfigError("\n".join(config.located(problem, text, where) for problem in problems))
+        raise config.mistakes(problems, text, where)
     return tariff
 
 

@@ -182,7 +182,7 @@ def load(path: Path, environ: Mapping[str, str], check: Check | None = None) -> 
 
 def _error_of(problems: list[Problem], text: str, path: Path) -> ConfigError:
     ordered = sorted(problems, key=lambda problem: config.line_of(text, problem.key))
-    return ConfigError("\n".join(config.located(problem, text, str(path)) for problem in ordered))
+    return config.mistakes(ordered, text, str(path))
 
 
 def _wifi(table: Any, environ: Mapping[str, str]) -> tuple[Wifi | None, list[Problem]]:

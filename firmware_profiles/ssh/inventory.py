@@ -54,7 +54,7 @@ def load(path: Path) -> tuple[Entry, ...]:
     )
     problems += _problems(entries)
     if inventory is None or problems:
-        raise ConfigError("\n".join(config.located(problem, text, str(path)) for problem in problems))
+        raise config.mistakes(problems, text, str(path))
     return entries
 
 

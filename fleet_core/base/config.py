@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -62,13 +63,18 @@ def parse(cls: type[T], text: str, where: str) -> T:
         processes.say(rename_warning(former, present, text, where))
     value, problems = schema.read(cls, data)
     if value is None:
-        raise ConfigError("\n".join(located(problem, text, where) for problem in problems))
+        raise mistakes(problems, text, where)
     return value
 
 
 def rename_warning(former: str, present: str, text: str, where: str) -> str:
     """The warning about a key that is written by its former name."""
     return f"{where}:{line_of(text, former)}: {former}: is now '{present}'; the next version no longer reads it"
+
+
+def mistakes(problems: Iterable[schema.Problem], text: str, where: str) -> ConfigError:
+    """One error that lists every problem, a line each."""
+    return ConfigError("\n".join(located(problem, text, where) for problem in problems))
 
 
 def located(problem: schema.Problem, text: str, where: str) -> str:
@@ -78,26 +84,40 @@ def located(problem: schema.Problem, text: str, where: str) -> str:
 
 def line_of(text: str, key: str) -> int:
     """The line that sets the dotted ``key``. When the key is absent: the line of its nearest table, or 1."""
-    parts = re.sub(r"\[\d+\]", "", key).split(".")
-    listed = re.match(r"(\w+)\[(\d+)\]", key)
-    table: list[str] = []
-    nearest, blocks = 1, Counter[str]()
+    parts = tuple(re.sub(r"\[\d+\]", "", key).split("."))
+    listed = re.match(r"\w+\[(\d+)\]", key)
+    items = (int(listed[1]) + 1, TOP) if listed else (ANY,)
+    first, last, depth = _lines_of(text)
+    if found := [first[place] for item in items if (place := (item, parts)) in first]:
+        return min(found)
+    tables = (parts[:length] for length in range(1, min(len(parts), depth + 1)))
+    return max((last.get((item, table), 1) for table in tables for item in items), default=1)
+
+
+TOP, ANY = -1, -2
+"""In place of a list's item: before every table, and wherever."""
+_Place = tuple[int, tuple[str, ...]]
+
+
+@lru_cache(maxsize=1)
+def _lines_of(text: str) -> tuple[dict[_Place, int], dict[_Place, int], int]:
+    """(place -> first line, place -> last line, the longest key's parts). A place: (number of the list's item, key)."""
+    first: dict[_Place, int] = {}
+    last: dict[_Place, int] = {}
+    table: tuple[str, ...] = ()
+    blocks = Counter[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         header = re.match(r"\s*(\[+)\s*([\w.\-\"]+)\s*\]+", line)
         setting = None if header else re.match(r"\s*([\w.\-\"]+)\s*=", line)
         if header:
-            table = header[2].replace('"', "").split(".")
+            table = tuple(header[2].replace('"', "").split("."))
             blocks[header[2]] += header[1] == "[["
-        if listed and table[:1] == [listed[1]] and blocks[listed[1]] != int(listed[2]) + 1:
-            continue  # another item of the list
-        if not header and not setting:
-            continue
-        place = table + setting[1].replace('"', "").split(".") if setting else table
-        if place == parts:
-            return number
-        if place == parts[: len(place)]:
-            nearest = number
-    return nearest
+        if header or setting:
+            key = table + tuple(setting[1].replace('"', "").split(".")) if setting else table
+            for item in (ANY, blocks[table[0]] if table else TOP):
+                first.setdefault((item, key), number)
+                last[item, key] = number
+    return first, last, max((len(key) for _, key in first), default=0)
 
 
 def toml(value: Any, prefix: str = "", notes: Mapping[str, str] = MappingProxyType({})) -> str:
