@@ -33,8 +33,6 @@ from fleet_core.training.round_plans import BATCHES
 
 REFUSALS_NOTED = 8
 REASON = 500  # characters
-MOST_SAMPLES = 10_000_000
-LARGEST_LOSS = 1e6
 
 
 class UpdateReceiver:
@@ -234,12 +232,7 @@ class UpdateReceiver:
         }
         wrong = [f"{what} {got}, expected {wanted}" for what, (got, wanted) in checks.items() if got != wanted]
         wrong += filter(None, [self._secure.refusal(opened, device, manifest.secure)])
-        bound = self._screening.ceiling
-        wrong += [f"{name} is {v:g}, above {bound:g}" for name, v in manifest.scalars.items() if not abs(v) <= bound]
-        loss = manifest.metrics.get("loss", 0.0)
-        claims = {"samples": (manifest.samples, MOST_SAMPLES), "loss": (loss, LARGEST_LOSS)}
-        wrong += [f"{name} {value:g}, expected at most {most:g}" for name, (value, most) in claims.items()
-                  if not abs(value) <= most]
+        wrong += self._screening.too_much(manifest.samples, manifest.metrics.get("loss", 0.0), manifest.scalars)
         if type(self._method.server).left is not ServerRule.left:  # a lost state resets all duals
             wrong += filter(None, [self._states.refusal(device, manifest.after, *self._rule.history())])
         return "; ".join(wrong)

@@ -30,6 +30,8 @@ SCORES = "scores"
 """The key of the rule's scores in a checkpoint's facts."""
 MOST_SAMPLES = 10.0
 """With a robust rule, a device's number of samples counts as at most this many times the median number."""
+LIMITS = {"samples": 1e7, "loss": 1e6}
+"""What a device may say of its update at most."""
 CLIPPED_AWAY = 0.2
 """An update whose factor is below this is noted with its device."""
 
@@ -69,6 +71,13 @@ class Screening:
         """The norm above which an update is refused whatever the others send; also the limit of numbers sent with
         it."""
         return settings.CEILING if self.max_update_norm is None else self.max_update_norm
+
+    def too_much(self, samples: float, loss: float, scalars: Mapping[str, float]) -> list[str]:
+        """What a device says of its update that is above its limit; such an update is refused."""
+        said = {"samples": samples, "loss": loss, **scalars}
+        limits = {**dict.fromkeys(scalars, self.ceiling), **LIMITS}
+        return [f"{name} {value:g}, expected at most {limits[name]:g}" for name, value in said.items()
+                if not abs(value) <= limits[name]]
 
     def measure(self, update: Update) -> Measure:
         return norm_bound.measure(update, per_sample=not self.method.cumulative)

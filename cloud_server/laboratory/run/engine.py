@@ -254,9 +254,11 @@ class Engine:
         """Keeps the update until the round closes, and returns the rest of the result for the figures."""
         if one.update is not None and averaged:
             update = Update(one.client, one.update, one.samples)
+            wrong = self._screening.too_much(one.samples, one.loss, one.update.scalars)
             if not (length := self._screening.measure(update).whole) <= self._screening.ceiling:
-                why = f"an update of norm {length:.3g}, expected at most {self._screening.ceiling:g}"
-                return self._discarded(replace(one, update=None), number, why)
+                wrong.append(f"an update of norm {length:.3g}, expected at most {self._screening.ceiling:g}")
+            if wrong:
+                return self._discarded(replace(one, update=None), number, "; ".join(wrong))
             taken.add(update)
         return replace(one, update=None, averaged=averaged)
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fleet_core.base.trees import Params
 from fleet_core.board.limits import Limits
 from fleet_core.model import choose_frozen
 from fleet_core.model.choose_codec import WAYS
+from fleet_core.robust.screening import LIMITS
 from tests.support import lab
 from tests.support.inprocess import World, config_text, toy, world
 from tests.support.lab import EPISODES
@@ -36,6 +38,7 @@ PLAIN = {"local_steps": 3, "batch": 12}
 TUNED = {**PLAIN, "finetune_steps": 2}
 ONE_EPISODE = {**EPISODES, "local_steps": 1}
 ROUNDS = 4
+LOSS_OF_SOME = 0.8
 LONG = os.environ.get("METAFLEET_LONG") == "1"
 
 
@@ -139,6 +142,17 @@ def test_with_a_liar_a_run_computes_what_a_fleet_computes(
     store = compare_with_a_fleet(tmp_path, "pfldyn-proto", EPISODES, "int8", rule=rule, cohort=3)
     assert all(set(row["errors"]) == {"d1"} for row in store.rounds())
     assert all(row["participants"] == 2 for row in store.rounds())
+
+
+@pytest.mark.slow
+def test_a_loss_above_the_limit_is_refused_in_a_run_as_in_a_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LIMITS, "loss", LOSS_OF_SOME)
+    store = compare_with_a_fleet(tmp_path, "pfldyn-proto", EPISODES, "int8", cohort=3)
+    refused = [error for row in store.rounds() for error in row.get("errors", {}).values()]
+    assert refused
+    assert all(re.fullmatch(rf"loss [\d.]+, expected at most {LOSS_OF_SOME:g}", error) for error in refused)
 
 
 FROZEN: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
