@@ -141,7 +141,7 @@ def compute(data: str, minutes: float, folder: Path) -> None:
         if time.monotonic() > until:
             return
         row = {**asdict(cell), "live": lived(cell, work, folder),
-               "simulated": measured(cell, work, as_fleet=True)["accuracy"]}
+               "simulated": measured(cell, work, as_fleet=True).get("accuracy")}
         known.append(row)
         write_json(RESULT, {"rows": known})
         processes.say(f"{cell.key}: {json.dumps(row['live'])}, simulated {row['simulated']}")

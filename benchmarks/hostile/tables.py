@@ -48,7 +48,8 @@ def live(found: Sequence[Row]) -> str:
         return f"{100 * fleet['accuracy']:.2f}", *(f"{fleet['refused'][one]:.0%}" for one in ("hostile", "honest"))
 
     lines = [(row["data"], f"`{row['method']}`", f"`{row['attack']}`", f"`{row['setting']}`",
-              f"{100 * row['simulated']:.2f}", *of(row["live"])) for row in found]
+              RUINED if row["simulated"] is None else f"{100 * row['simulated']:.2f}", *of(row["live"]))
+             for row in found]
     heads = ("data", "method", "attack", "setting", "simulation", "fleet", "hostile refused", "honest refused")
     return markdown.table(heads, lines) if lines else "Not run.\n"
 
