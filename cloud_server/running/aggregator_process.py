@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import queue
 import secrets
@@ -39,6 +40,9 @@ TICK_S = 0.2
 MAX_QUEUED = 20_000  # all devices of a large fleet may need a message at the same time
 VIEW_S = 1.0
 END_S = 5.0
+COLLECT_ROUNDS = 20
+"""After so many rounds garbage is collected, which also empties Python's free lists, and free memory is returned to the
+system, because a fleet may never pause."""
 DEFAULT_PORT = 1883
 DEFAULT_URL = f"mqtt://127.0.0.1:{DEFAULT_PORT}"
 EMBEDDED = "embedded"
@@ -255,7 +259,7 @@ def _step_until_stopped(
     aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], on_step: Callable[[Log], None],
     until_done: bool, log: Log, tell: Callable[[], None],
 ) -> None:
-    drawn_at, announced, was_busy = 0.0, False, True
+    drawn_at, announced, was_busy, collected = 0.0, False, True, aggregator.coordinator.checkpoint.round
     while not stopped():
         busy = aggregator.step(TICK_S)
         if not stopped():  # a signal that stops this process may have stopped the broker too
@@ -265,6 +269,10 @@ def _step_until_stopped(
             allocator.trim()
         was_busy = busy
         coordinator = aggregator.coordinator
+        if coordinator.checkpoint.round >= collected + COLLECT_ROUNDS:
+            gc.collect()
+            allocator.trim()
+            collected = coordinator.checkpoint.round
         if view is not None and time.monotonic() - drawn_at > VIEW_S:
             with contextlib.suppress(StateError, OSError):  # drawn at the next try
                 view.update(snapshot(coordinator.ledger, view.told))
