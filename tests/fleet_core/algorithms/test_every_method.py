@@ -539,8 +539,8 @@ def test_a_round_of_a_method_that_shares_nothing_costs_a_few_bytes(fleet) -> Non
     [
         ({}, "scalars [], expected ['margin']"),
         ({"margin": 1.0, "other": 2.0}, "scalars ['margin', 'other'], expected ['margin']"),
-        ({"margin": 51.0}, "margin is 51, above 50"),
-        ({"margin": -51.0}, "margin is -51, above 50"),
+        ({"margin": 51.0}, "margin 51, expected at most 50"),
+        ({"margin": -51.0}, "margin -51, expected at most 50"),
         ({"x" * 9000: 1.0}, "scalars ['xxxx"),
     ],
 )
