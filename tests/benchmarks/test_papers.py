@@ -362,7 +362,7 @@ def test_the_ratios_page_has_every_method_under_both_models(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(set_cache.FOLDER_VARIABLE, str(sets))
-    (path,) = run.files("ratio")
+    (path,) = run.files("ratio", ["acid-5"])
     result = collect.collected([path], ran(path, tmp_path), ratio.details)
     tables = ratio.tables(result, {})
     for title in ACARS.values():
