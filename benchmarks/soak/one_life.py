@@ -29,7 +29,8 @@ def measured(folder: Path, rounds: int, minutes: float) -> dict[str, list[tuple[
     """Process -> (round, resident bytes) after each round."""
     fleet = small_fleet(folder / "fleet", rounds=rounds)
     toml = fleet.folder / "fleet.toml"
-    toml.write_text(toml.read_text().replace("\nrounds = 1000\n", f"\nrounds = {KEPT_ROUNDS}\n"))
+    above, keep, below = toml.read_text().partition("\n[keep]\n")
+    toml.write_text(above + keep + below.replace("rounds = 1000\n", f"rounds = {KEPT_ROUNDS}\n", 1))
     found: dict[str, list[tuple[int, int]]] = {"aggregator": [], "broker": []}
     programs, until_s = Programs(folder), time.monotonic() + 60 * minutes
     with mosquitto(folder / "broker") as broker:
