@@ -24,6 +24,9 @@ else:
 
 T = TypeVar("T")
 MAX_CONFIG_BYTES = 1 << 20
+TOP, ANY = -1, -2
+"""Of a line, in place of the number of a list's item: before every table, and wherever."""
+_Place = tuple[int, tuple[str, ...]]
 
 
 def load(cls: type[T], path: Path) -> T:
@@ -92,11 +95,6 @@ def line_of(text: str, key: str) -> int:
         return min(found)
     tables = (parts[:length] for length in range(1, min(len(parts), depth + 1)))
     return max((last.get((item, table), 1) for table in tables for item in items), default=1)
-
-
-TOP, ANY = -1, -2
-"""In place of a list's item: before every table, and wherever."""
-_Place = tuple[int, tuple[str, ...]]
 
 
 @lru_cache(maxsize=1)

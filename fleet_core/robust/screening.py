@@ -74,10 +74,9 @@ class Screening:
 
     def too_much(self, samples: float, loss: float, scalars: Mapping[str, float]) -> list[str]:
         """What a device says of its update that is above its limit; such an update is refused."""
-        said = {"samples": samples, "loss": loss, **scalars}
-        limits = {**dict.fromkeys(scalars, self.ceiling), **LIMITS}
-        return [f"{name} {value:g}, expected at most {limits[name]:g}" for name, value in said.items()
-                if not abs(value) <= limits[name]]
+        said = [("samples", samples, LIMITS["samples"]), ("loss", loss, LIMITS["loss"])]
+        said += [(name, value, self.ceiling) for name, value in scalars.items()]
+        return [f"{name} {value:g}, expected at most {most:g}" for name, value, most in said if not abs(value) <= most]
 
     def measure(self, update: Update) -> Measure:
         return norm_bound.measure(update, per_sample=not self.method.cumulative)

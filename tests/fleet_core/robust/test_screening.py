@@ -266,3 +266,16 @@ def test_methods_that_sum_are_those_that_may_have_a_rule():
     refused = {name for name, method in PRODUCT.items() if list(check(RobustSection("median"), method))}
     assert refused == {"local", "fedproto", "pfedhn"}
     assert not list(check(RobustSection(), METHODS["pfedhn"]))
+
+
+@pytest.mark.parametrize(("samples", "loss", "scalars", "wrong"), [
+    (10**7, -1e6, {"margin": 50.0}, []),
+    (10**9, 0.5, {}, ["samples 1e+09, expected at most 1e+07"]),
+    (1, float("nan"), {"margin": -51.0}, ["loss nan, expected at most 1e+06", "margin -51, expected at most 50"]),
+    (10**9, 1e30, {"loss": 0.0, "samples": 1.0},
+     ["samples 1e+09, expected at most 1e+07", "loss 1e+30, expected at most 1e+06"]),
+])
+def test_what_a_device_says_of_its_update_has_limits_that_no_number_of_its_own_hides(
+    samples: int, loss: float, scalars: dict[str, float], wrong: list[str]
+) -> None:
+    assert screening(bound=50.0).too_much(samples, loss, scalars) == wrong
