@@ -1,21 +1,25 @@
 """Two rates of the papers, measured with the product's own rules on quadratics and on MNIST.
 
-    METAFLEET_DATA=CACHE python -m benchmarks.papers.theory.rates [quadratics] [digits]
+    METAFLEET_DATA=CACHE python -m benchmarks.papers.theory.rates [--studies quadratics digits]
+        [--parts acar fallah remarks]
 
-* Acar et al. 2021, Theorem 1: PFLDyn's rounds to an error ε, against ε and the share of devices P/m.
-* Fallah et al. 2020, Theorem 4.5: what Per-FedAvg's local steps τ leave of the gradient of F at the end.
+* ``acar``: Acar et al. 2021, Theorem 1: PFLDyn's rounds to an error ε, against ε and the share of devices P/m.
+* ``fallah``: Fallah et al. 2020, Theorem 4.5: what Per-FedAvg's local steps τ leave of the gradient of F at the end.
+* ``remarks``: their Remarks 4.7 and 4.8: the mean of the devices' models after t_k of the τ local steps, t_k drawn at
+  random, and rates β that fall from round to round.
 
 ``quadratics``: devices have strongly convex f_i(w) = ½ (w − b_i)ᵀ A_i (w − b_i) with different A_i and b_i. ``digits``:
 logistic regression, a device is a writer of MNIST (see ``digits``). Gradients are exact and float64, so that only the
-drawing of devices and cohorts is random. It writes rates.json, a figure for each problem and README.md's tables. CACHE:
-where ``benchmarks/papers/prepare.py mnist --cache CACHE`` has put the set.
+drawing of devices and cohorts is random. It writes rates.json, a figure for each problem and README.md's tables; parts
+that are not named stay. CACHE: where ``benchmarks/papers/prepare.py mnist --cache CACHE`` has put the set.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +29,7 @@ import numpy as np
 
 from benchmarks import markdown
 from benchmarks.papers.theory.digits import Digits
-from fleet_core.algorithms.interface import ClientState, GradFn, Payload, ServerState, Update
+from fleet_core.algorithms.interface import ClientState, GradFn, Method, Payload, ServerState, Update
 from fleet_core.algorithms.methods.registry import METHODS
 from fleet_core.base.storage import write_atomic, write_json
 
@@ -38,6 +42,7 @@ ACTIVE = (40, 20, 10, 5)
 STEPS, MOST = 20, 4000
 MODELS = ("running mean, served", "the server's")
 LOCAL, LOCAL_STEPS = (1, 2, 4, 8, 16), 3000
+REMARKS = ("the server's, β", "after t_k steps, β", "the server's, β / √k")
 
 
 class Problem(Protocol):
@@ -122,22 +127,32 @@ class Quadratics:
 
 
 def trained(
-    problem: Problem, method: str, hyper: Any, active: int, seed: int, rounds: int
+    problem: Problem, method: str, hyper: Any, active: int, seed: int, rounds: int,
+    rate: Callable[[int], float] | None = None,
 ) -> Iterator[ServerState]:
-    """The server's state after each round."""
+    """The server's state after each round. rate: β of each round; None: hyper's."""
     row, rng = METHODS[method], np.random.default_rng([seed, 7])
     first = {"body": {"w": np.zeros(problem.size)}}
     state: ServerState = row.server.init(first, hyper)
     states: list[ClientState] = [row.client.init(first, {}, hyper) for _ in range(problem.devices)]
     for number in range(1, rounds + 1):
-        sent = Payload(row.server.broadcast(state).groups, {"round": float(number)})
-        updates = []
-        for device in sorted(rng.permutation(problem.devices)[:active]):
-            steps = [problem.gradient(device)] * hyper.local_steps
-            made, states[device] = row.client.run(sent, states[device], steps, hyper)
-            updates.append(Update(f"d{device:02}", made, 1))
-        state = row.server.apply(replace(state, round=number), updates, problem.devices, hyper)
+        now = hyper if rate is None else replace(hyper, client_lr=rate(number))
+        state = one_round(problem, row, state, states, rng.permutation(problem.devices)[:active], now)
         yield state
+
+
+def one_round(
+    problem: Problem, row: Method, state: ServerState, states: list[ClientState], active: Array, hyper: Any
+) -> ServerState:
+    """The server's state after one more round; ``states`` get those of the active devices."""
+    number = state.round + 1
+    sent = Payload(row.server.broadcast(state).groups, {"round": float(number)})
+    updates = []
+    for device in sorted(active):
+        steps = [problem.gradient(device)] * hyper.local_steps
+        made, states[device] = row.client.run(sent, states[device], steps, hyper)
+        updates.append(Update(f"d{device:02}", made, 1))
+    return row.server.apply(replace(state, round=number), updates, problem.devices, hyper)
 
 
 STUDIES = {
@@ -168,14 +183,41 @@ def gradient_left(study: Study, steps: int, rate: float, seed: int) -> float:
     problem = study.drawn(seed, study.devices).after_a_step(study.inner)
     hyper = METHODS["per-fedavg-exact"].hyper(local_steps=steps, client_lr=rate)
     *_, last = trained(problem, "per-fedavg-exact", hyper, study.devices, seed, LOCAL_STEPS // steps)
-    return float(np.square(problem.slope(last.model["body"]["w"])).sum())
+    return _left(problem, last)
 
 
-def measured(study: Study) -> dict[str, Any]:
-    acar = {str(active): [rounds_to_errors(study, active, seed) for seed in SEEDS] for active in ACTIVE}
-    fallah = {str(rate): {str(k): [gradient_left(study, k, rate, seed) for seed in range(study.seeds)] for k in LOCAL}
-              for rate in study.rates}
-    return {"acar": acar, "fallah": fallah}
+def gradient_by_remark(study: Study, steps: int, seed: int) -> dict[str, float]:
+    """‖∇F‖² at the end, as in ``gradient_left`` with the first of the rates, by ``REMARKS``."""
+    problem, method = study.drawn(seed, study.devices).after_a_step(study.inner), "per-fedavg-exact"
+    row, beta, rounds = METHODS[method], study.rates[0], LOCAL_STEPS // steps
+    hyper = row.hyper(local_steps=steps, client_lr=beta)
+    *_, last = trained(problem, method, hyper, study.devices, seed, rounds)
+    *_, falling = trained(problem, method, hyper, study.devices, seed, rounds, lambda k: beta / math.sqrt(k))
+    states: list[ClientState] = [row.client.init(last.model, {}, hyper) for _ in range(problem.devices)]
+    means = [last] + [one_round(problem, row, last, states, np.arange(study.devices), replace(hyper, local_steps=t))
+                      for t in range(1, steps)]
+    slopes = [_left(problem, state) for state in means]
+    return dict(zip(REMARKS, (slopes[0], fmean(slopes), _left(problem, falling)), strict=True))
+
+
+def _left(problem: Problem, state: ServerState) -> float:
+    return float(np.square(problem.slope(state.model["body"]["w"])).sum())
+
+
+def of_acar(study: Study) -> Any:
+    return {str(active): [rounds_to_errors(study, active, seed) for seed in SEEDS] for active in ACTIVE}
+
+
+def of_fallah(study: Study) -> Any:
+    return {str(rate): {str(k): [gradient_left(study, k, rate, seed) for seed in range(study.seeds)] for k in LOCAL}
+            for rate in study.rates}
+
+
+def of_remarks(study: Study) -> Any:
+    return {str(k): [gradient_by_remark(study, k, seed) for seed in range(study.seeds)] for k in LOCAL}
+
+
+PARTS: dict[str, Callable[[Study], Any]] = {"acar": of_acar, "fallah": of_fallah, "remarks": of_remarks}
 
 
 def tables(name: str, found: dict[str, Any]) -> dict[str, str]:
@@ -184,8 +226,11 @@ def tables(name: str, found: dict[str, Any]) -> dict[str, str]:
                *(f"{fmean(one[model][str(error)] for one in found['acar'][str(active)]):.0f}" for error in errors)]
               for model in MODELS for active in ACTIVE]
     left = [[str(rate), *(f"{fmean(found['fallah'][str(rate)][str(k)]):.1e}" for k in LOCAL)] for rate in rates]
+    remarks = [[remark, *(f"{fmean(one[remark] for one in found['remarks'][str(k)]):.1e}" for k in LOCAL)]
+               for remark in REMARKS]
     return {f"acar-{name}": markdown.table(["model", "m / P", *(f"ε = {error:g}" for error in errors)], rounds),
-            f"fallah-{name}": markdown.table(["β", *(f"τ = {k}" for k in LOCAL)], left)}
+            f"fallah-{name}": markdown.table(["β", *(f"τ = {k}" for k in LOCAL)], left),
+            f"remarks-{name}": markdown.table(["model, rate", *(f"τ = {k}" for k in LOCAL)], remarks)}
 
 
 def draw(name: str, found: dict[str, Any]) -> None:
@@ -209,11 +254,17 @@ def draw(name: str, found: dict[str, Any]) -> None:
     figure.savefig(HERE / f"{name}.png", dpi=110)
 
 
-def main(names: Sequence[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
     path, page = HERE / "rates.json", HERE / "README.md"
-    for name in names or STUDIES:
-        known = json.loads(path.read_text()) if path.exists() else {}
-        write_json(path, {**known, name: measured(STUDIES[name])})
+    for name in options.studies:
+        for part in options.parts:
+            known = json.loads(path.read_text()) if path.exists() else {}
+            made = PARTS[part](STUDIES[name])
+            write_json(path, {**known, name: {**known.get(name, {}), part: made}})
     every: dict[str, str] = {}
     for name, found in json.loads(path.read_text()).items():
         draw(name, found)
@@ -222,4 +273,4 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
