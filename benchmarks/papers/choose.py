@@ -54,9 +54,9 @@ def candidates(folders: Sequence[Path]) -> dict[str, list[Candidate]]:
 
 
 def differing(method: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that differ from the method's defaults."""
+    """The settings that differ from the method's defaults. A sparse one is in ``hyper`` only if it does."""
     own = schema.plain(METHODS[method].hyper())
-    return {key: value for key, value in hyper.items() if own[key] != value}
+    return {key: value for key, value in hyper.items() if key not in own or own[key] != value}
 
 
 def best(several: Sequence[Candidate]) -> Candidate:

@@ -85,10 +85,12 @@ METHODS = {
     "FedRep": Pair("fedrep", lambda s: plain(s, 2 * s.steps, head_steps=s.steps), ("serverrep", "FedRep"), split=True),
     "FedBABU": Pair("fedbabu", tuned, ("serverbabu", "FedBABU"), split=True),
     "LG-FedAvg": Pair("lg-fedavg", plain, ("serverlg", "LG_FedAvg"), split=True),
-    "FedProto": Pair("fedproto", lambda s: plain(s, pull=0.1), ("serverproto", "FedProto"), split=True),
+    "FedProto": Pair("fedproto", lambda s: plain(s, pull=0.1, pull_form="norm"), ("serverproto", "FedProto"),
+                     split=True),
     "FedProto, no pull": Pair("fedproto", lambda s: plain(s, pull=0.0), ("serverproto", "FedProto"), split=True,
                               theirs={"lamda": 0.0}),
     "FedProto, both by the mean square, pull 1": Pair(
         "fedproto", lambda s: plain(s, pull=1.0, pull_form="square"), ("serverproto", "FedProto"), split=True),
-    "FedProto, pull 1": Pair("fedproto", lambda s: plain(s, pull=1.0), ("serverproto", "FedProto"), split=True),
+    "FedProto, pull 1": Pair("fedproto", lambda s: plain(s, pull=1.0, pull_form="norm"), ("serverproto", "FedProto"),
+                             split=True),
 }

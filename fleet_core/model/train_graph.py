@@ -89,8 +89,9 @@ class TrainInfo:
         if loss != self.loss or (product and not self.product):
             return f"the fleet's graph for training is not of the estimator {adaptation}"
         for name in constants:
-            default = schema.plain(getattr(type(hyper), name))
-            made, asked = self.hyper.get(name, default), schema.plain(getattr(hyper, name))
+            made, asked = self.hyper.get(name), schema.plain(getattr(hyper, name))
+            if name not in self.hyper:
+                return f"the fleet's graph for training does not say its {name}, and the round has {asked!r}"
             if made != asked:
                 return f"the fleet's graph for training was made with {name} = {made!r}, and the round has {asked!r}"
         return ""

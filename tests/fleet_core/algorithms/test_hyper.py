@@ -136,8 +136,6 @@ def test_what_leaves_something_out_is_taken(name: str, values: dict[str, Any]) -
     assert not problems(name, **values)
 
 
-def test_the_form_of_fedprotos_pull_reaches_agents_that_do_not_know_it_only_if_it_is_another() -> None:
-    """A manifest has every hyper-parameter, and an agent refuses a key that it does not know."""
-    hyper = METHODS["fedproto"].hyper
-    assert "pull_form" not in schema.plain(hyper())
-    assert schema.plain(hyper(pull_form="square"))["pull_form"] == "square"
+def test_a_manifest_always_says_the_form_of_fedprotos_pull() -> None:
+    """Its default was another one in an earlier version, whose agents read it from the manifest."""
+    assert schema.plain(METHODS["fedproto"].hyper())["pull_form"] == "square"

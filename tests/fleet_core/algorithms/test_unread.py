@@ -23,7 +23,7 @@ OTHER: dict[str, Any] = {
     "warm_start": False, "answer": "last", "margin_distance": "squared", "shots": 2, "query_shots": 2,
     "triplet_sum": True, "margin_divisor": "printed", "negative": "positive", "loss_share": 0.9, "window": 1,
     "window_mean": False, "warm_up": 1, "kernel": "linear", "augmentation_steps": 1, "neighbours": 1, "mixture": 0.9,
-    "finetune_steps": 3, "pull": 1.0, "means_share": 0.9, "pull_form": "square",
+    "finetune_steps": 3, "pull": 1.0, "means_share": 0.9, "pull_form": "norm",
 }
 """Values other than the default and that of ``SMALL``; numbers that are not here are doubled."""
 IMAGES = ("augment",)

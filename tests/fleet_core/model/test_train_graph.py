@@ -95,8 +95,10 @@ def test_a_graph_trains_with_the_estimators_of_its_loss_and_its_constants() -> N
     assert "not of the estimator maml-exact" in replace(INFO, product=False).refuses("maml-exact", None)
 
 
-def test_a_constant_that_a_graph_of_before_does_not_name_is_the_default() -> None:
+def test_a_graph_that_does_not_say_a_constant_is_refused() -> None:
     hyper = METHODS["fedproto"].hyper()
-    before = replace(INFO, loss="fedproto", product=False, hyper={"pull": hyper.pull})
-    assert before.refuses("fedproto", hyper) == ""
-    assert "made with pull_form = 'norm'" in before.refuses("fedproto", replace(hyper, pull_form="square"))
+    whole = replace(INFO, loss="fedproto", product=False, hyper={"pull": hyper.pull, "pull_form": "square"})
+    assert whole.refuses("fedproto", hyper) == ""
+    assert "made with pull_form = 'square'" in whole.refuses("fedproto", replace(hyper, pull_form="norm"))
+    before = replace(whole, hyper={"pull": hyper.pull})
+    assert "does not say its pull_form, and the round has 'square'" in before.refuses("fedproto", hyper)
