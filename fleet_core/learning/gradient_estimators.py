@@ -197,8 +197,9 @@ class Estimators:
         z, y = torch.cat([support, query]), torch.cat([sy, qy])
         printed = hyper.margin_divisor == "printed"
         own = losses.spread(z, y, self._classes, hyper.margin_distance, printed).detach()
+        used = torch.full_like(own, hyper.fixed_margin) if hyper.fixed_margin else torch.maximum(margin, own)
         triplets = losses.centroid_triplets(
-            z, y, self._classes, torch.maximum(margin, own), hyper.distance,
+            z, y, self._classes, used, hyper.distance,
             total=hyper.triplet_sum, to_centroid=hyper.negative == "centroid",
         )
         return share * entropy + (1 - share) * triplets, own

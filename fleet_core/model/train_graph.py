@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,8 @@ NEEDS: Mapping[str, tuple[str, bool, tuple[str, ...]]] = {
     "maml-exact": ("entropy", True, ()),
     "meta-sgd": ("entropy", True, ()),
     "proto": ("proto", False, ("distance",)),
-    "metavers": ("metavers", False, ("distance", "margin_distance", "margin_divisor", "triplet_sum", "negative")),
+    "metavers": ("metavers", False, ("distance", "margin_distance", "margin_divisor", "triplet_sum", "negative",
+                                      "fixed_margin")),
     "joint": ("joint", False, ("distance", "means_share")),
     "fedproto": ("fedproto", False, ("pull", "pull_form")),
 }
@@ -89,12 +90,17 @@ class TrainInfo:
         if loss != self.loss or (product and not self.product):
             return f"the fleet's graph for training is not of the estimator {adaptation}"
         for name in constants:
-            made, asked = self.hyper.get(name), schema.plain(getattr(hyper, name))
-            if name not in self.hyper:
+            made, asked = self.hyper.get(name, _default_of_later(hyper, name)), schema.plain(getattr(hyper, name))
+            if made is None:
                 return f"the fleet's graph for training does not say its {name}, and the round has {asked!r}"
             if made != asked:
                 return f"the fleet's graph for training was made with {name} = {made!r}, and the round has {asked!r}"
         return ""
+
+
+def _default_of_later(hyper: Any, name: str) -> Any:
+    """The value in graphs that were made before there was such a setting; None for a setting without one."""
+    return {field.name: field.default for field in fields(hyper) if "sparse" in field.metadata}.get(name)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ PRINTED = {
     "loss and network of the program": (PROGRAM, "metavers"),
 }
 """Variants as printed and as in the program: (experiment, label)."""
-LOSSES = {"metavers-entropy": "cross-entropy alone", "metavers-triplet": "triplets alone", "metavers": "both"}
+LOSSES = {
+    "metavers-entropy": "cross-entropy alone", "metavers-fixed": "triplets alone, margin 0.75",
+    "metavers-triplet": "triplets alone, growing margin", "metavers": "both",
+}
 FINETUNED = ("cifar-10-50", "cifar-10-50-finetune")
 """Experiments that differ only in the steps of fine-tuning."""
 NOVEL_SETTINGS = ("cifar-10-novel", "omniglot-50", "omniglot-100")
@@ -46,6 +49,7 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
         "printed": markdown.table(["metavers", *(f"{name}{more}" for name in SETTINGS[2:] for more in ("", ": loss"))],
                                   _printed(result)),
         "losses": markdown.table(["loss", "CINIC-10, 50 (paper)", *SETTINGS], _losses(result, paper)),
+        "nvar": markdown.table(["method", "CIFAR-100, 100 (paper)", *SETTINGS], _nvar(result, paper)),
         "novel": markdown.table(["method", "CIFAR-100 (paper)", *NOVEL_SETTINGS], _novel(result, paper)),
         "attack": attack(Path(__file__).parent / ATTACK),
     }
@@ -102,6 +106,14 @@ def _losses(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
         cells = [page.cell(result, setting + PROGRAM, label, ACCURACY) for setting in SETTINGS]
         theirs = paper["ablation"]["50"].get(label)
         yield [name, ABSENT if theirs is None else f"{theirs:.1f}", *cells]
+
+
+def _nvar(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
+    for label in dict.fromkeys((*METHODS, *LOSSES)):
+        cells = [page.number(result, place(setting, label), label, "nvar", percent=False) for setting in SETTINGS]
+        theirs = paper["nvar"].get(label)
+        if theirs is not None or any(cell != ABSENT for cell in cells):
+            yield [label, ABSENT if theirs is None else f"{theirs:.1f}", *cells]
 
 
 def _novel(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleet_core.algorithms.interface import LocalSgd, Method, count, one_of, positive, weight
 from fleet_core.algorithms.methods.average import LARGEST_BETA, AverageClient, AverageServer, Averaging
@@ -190,8 +190,8 @@ class MetaVers(Margins, Proto):
     distance everywhere but in the margin; ``norm`` as printed. margin_distance: the distance between centroids.
     triplet_sum: L_T is the sum over all triplets instead of their mean. margin_divisor: the divisor of eq. 3;
     ``printed`` is (N − 1)², ``pairs`` is N(N − 1). negative: what eq. 4 compares with; ``positive`` is d(x_p, x_n) as
-    printed, ``centroid`` is d(a, x_n) as in the program. loss_share: 1 is the cross-entropy alone. Optimizer and rates
-    are in the paper's supplement; in the program the server steps with Adam at 1e-3 along the sum of one gradient of
+    printed, ``centroid`` is d(a, x_n) as in the program. fixed_margin: the margin of all triplets, as Lim's Table 5
+    has it for triplets alone; 0 for the moving one. loss_share: 1 is the cross-entropy alone. Optimizer and rates are in the paper's supplement; in the program the server steps with Adam at 1e-3 along the sum of one gradient of
     each device. Here it steps along their mean times client_lr, which is the same to Adam but for server_epsilon, a
     larger one for a smaller direction."""
 
@@ -202,6 +202,7 @@ class MetaVers(Margins, Proto):
     triplet_sum: bool = False
     margin_divisor: str = one_of("pairs", ("printed", "pairs"))
     negative: str = one_of("centroid", ("positive", "centroid"))
+    fixed_margin: float = field(default=0.0, metadata={"min": 0, "max": 1e6, "sparse": True})
     local_steps: int = count(1)
     client_lr: float = positive(1e-3)
     clip_norm: float = weight(0.0)
@@ -213,7 +214,8 @@ class MetaVers(Margins, Proto):
     def unread(self, method: Method) -> dict[str, str]:
         by_class = dict.fromkeys(("support_batch", "query_batch", "draws"), "shots and query_shots say what is drawn")
         at_random = {"query_shots": "without shots, query_batch says what is drawn"}
-        alone = dict.fromkeys(("warm_up", "triplet_sum", "negative"), "with loss_share = 1 there are no triplets")
+        alone = dict.fromkeys(("warm_up", "triplet_sum", "negative", "fixed_margin"),
+                              "with loss_share = 1 there are no triplets")
         return {
             **super().unread(method), **(by_class if self.shots else at_random),
             **(alone if self.loss_share == 1 else {}),

@@ -26,7 +26,7 @@ CLASSES, WIDTH = 3, 5
 HYPER: dict[str, Any] = {
     "inner_lr": 0.1, "inner_steps": 2, "difference": 1e-5, "distance": "squared", "pull": 0.7, "pull_form": "norm",
     "triplet_sum": True, "margin_divisor": "printed", "margin_distance": "norm", "negative": "positive",
-    "kernel": "rbf", "output_scale": 8.0, "length_scale": 1.0, "augmentation_steps": 5,
+    "fixed_margin": 0.0, "kernel": "rbf", "output_scale": 8.0, "length_scale": 1.0, "augmentation_steps": 5,
     "means_share": 0.3,
 }  # fmt: skip
 ADAPTATIONS = (
@@ -102,6 +102,7 @@ def away(left: Params, right: Params) -> float:
         ("meta-sgd", {}),
         ("metavers", {}),
         ("metavers", {"distance": "norm", "negative": "centroid", "triplet_sum": False, "margin_divisor": "pairs"}),
+        ("metavers", {"fixed_margin": 0.3}),
         ("joint", {}),
         ("fedproto", {}),
         ("fedproto", {"pull_form": "square"}),
