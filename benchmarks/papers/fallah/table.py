@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -24,11 +25,17 @@ EXPERIMENTS = {
 }
 NAMES = {"fedavg-update": "FedAvg + update", "per-fedavg-fo": "Per-FedAvg (FO)", "per-fedavg-hf": "Per-FedAvg (HF)"}
 
+STEPS = "steps.json"
+TRIED = ("cifar-10-tau-4-alpha-0.001", "cifar-10-tau-4", "cifar-10-tau-4-pure")
+PARTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Of the rate of the step at test."""
+
 
 def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     head = ["setting", "row", "paper", "step on test data", "difference", "paper's at round", "step on own data",
             "without a step", "seeds"]
-    return {"accuracy": markdown.table(head, _rows(result, paper))}
+    parts = ["setting", "row", *(f"{part:g} times" for part in PARTS), "seeds"]
+    return {"accuracy": markdown.table(head, _rows(result, paper)), "steps": markdown.table(parts, _steps())}
 
 
 def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -41,6 +48,15 @@ def _rows(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
             own, stepped, plain = (page.cell(result, experiment, label, figure) for figure in (OWN, THEIRS, BEFORE))
             yield [title, name, f"{theirs:.2f} ± {around:.2f}", stepped, apart,
                    _reached(result, experiment, label, theirs / 100), own, plain, page.seeds(result, experiment, label)]
+
+
+def _steps() -> Iterator[list[str]]:
+    path = Path(__file__).parent / STEPS
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for name in TRIED:
+        for label, seeds in found.get(name, {}).items():
+            means = [100 * fmean(column) for column in zip(*seeds.values(), strict=True)]
+            yield [EXPERIMENTS[name], NAMES[label], *(f"{mean:.1f}" for mean in means), str(len(seeds))]
 
 
 def _reached(result: Result, experiment: str, label: str, accuracy: float) -> str:
