@@ -6,17 +6,18 @@
         methods
           LABEL
             method, hyper
-            seeds: {SEED: {round, of, ended, judged, seconds, figures, spent, curve, costs, details}}
+            seeds: {SEED: {round, of, ended, judged, seconds, refused, figures, spent, curve, costs, details}}
             over:  {round, seeds, figures: {NAME: {mean, std, min, max, seeds}}}
             curve: [[round, mean over seeds of the mean accuracy over devices, its spread], …]
             reached: [{target, seeds, at: {MEASURE: {value, sign, std}}, gain}, …]
 
 A figure is named as in a line of ``rounds.jsonl``: ``accuracy.mean``, ``before.accuracy.pooled`` (the served model as
-it is), ``new_devices.0.2.accuracy.mean``. ``judged`` is the last evaluated round. Runs that have not begun are absent.
-A seed has the [round, mean accuracy] of its evaluations, and for every target that it reached {target, round, spent}.
-Everything over seeds is computed from these, so that seeds can be run on different machines. ``over`` has the seeds
-that have ended; if none has, those that got furthest. ``reached`` is read as ``metafleet compare`` does, also for runs
-that have not ended, for the targets of the experiment.
+it is), ``new_devices.0.2.accuracy.mean``. ``judged`` is the last evaluated round, ``refused`` the share of updates that
+a bound has refused, absent if there is none. Runs that have not begun are absent. A seed has the [round, mean accuracy]
+of its evaluations, and for every target that it reached {target, round, spent}. Everything over seeds is computed from
+these, so that seeds can be run on different machines. ``over`` has the seeds that have ended; if none has, those that
+got furthest. ``reached`` is read as ``metafleet compare`` does, also for runs that have not ended, for the targets of
+the experiment.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ def _of_run(name: str, one: Made, details: Details | None) -> dict[str, Any]:
         "round": one.rounds[-1]["round"], "of": one.of, "ended": one.ended,
         "seconds": round(sum(row["seconds"] for row in one.rounds), 1),
     }
+    refused, used = (sum(row[key] for row in one.rounds) for key in ("refused", "participants"))
+    found |= {"refused": round(refused / (refused + used), 4)} if refused else {}
     if one.trial is not None:
         found |= {"judged": one.evaluated[-1]["round"], "figures": figures(one.evaluated[-1]), "spent": one.trial.spent,
                   "curve": [[point.round, point.scores[DEVICES]["mean"]] for point in one.trial.points]}

@@ -5,6 +5,7 @@ Accuracy is that over all samples of the new devices together, as in the paper's
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +14,8 @@ from typing import Any
 from benchmarks import markdown
 from benchmarks.papers import page
 from cloud_server.figures.formatting import ABSENT, bytes_text, flops_text
+from fleet_core.algorithms.methods.registry import METHODS
+from fleet_core.base import schema
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -25,11 +28,15 @@ LABELS = {
     FEDAVG: "fedavg-meta", "FedAvg(Meta)": "fedavg-meta", "FedMeta(MAML)": "fedmeta-maml",
     "FedMeta(FOMAML)": "fedmeta-fomaml", "FedMeta(Meta-SGD)": "fedmeta-metasgd",
 }
+CHOSEN = "mnist-20-chosen"
 BESIDES = {
-    "MAML, inner rate 0.1": "maml-0.1", "Meta-SGD, first rate 0.1": "metasgd-0.1",
-    "MAML, the appendix's form": "maml-appendix",
+    "FedAvg, chosen rate": f"{CHOSEN}/fedavg-meta", "FedAvg(Meta), chosen rate": f"{CHOSEN}/fedavg-meta",
+    "MAML, chosen rates": f"{CHOSEN}/fedmeta-maml", "FOMAML, chosen rates": f"{CHOSEN}/fedmeta-fomaml",
+    "Meta-SGD, chosen rates": f"{CHOSEN}/fedmeta-metasgd", "MAML, the appendix's form": "mnist-20/maml-appendix",
 }
-"""Rows at 20 % support only, which the paper does not have."""
+"""Rows at 20 % support only, which the paper does not have: EXPERIMENT/LABEL."""
+BOUNDED = "mnist-20-bounded"
+RATES = ("client_lr", "inner_lr", "first_rate", "server_lr")
 SPOKEN = {**LABELS, "FOMAML, inner rate 0.01": "fomaml-0.01", "FOMAML, the appendix's form": "fomaml-appendix"}
 """The last two are not in the paper."""
 SHAKESPEARE = "shakespeare-20"
@@ -44,9 +51,19 @@ def experiment_of(label: str, support: str) -> str:
     return "mnist-fedavg" if together else f"mnist-{float(support):.0%}".rstrip("%")
 
 
+def place(label: str, support: str, where: str = "") -> tuple[str, str]:
+    """The experiment and the label of a row's runs: ``where``, if it is given."""
+    experiment, _, own = label.rpartition("/")
+    return where or experiment or experiment_of(own, support), own
+
+
 def kind_of(row: str) -> str:
     """FedAvg's answers are those of the same run's model before fine-tuning."""
-    return AS_IT_IS if row == FEDAVG else OWN
+    return AS_IT_IS if _as_it_is(row) else OWN
+
+
+def _as_it_is(row: str) -> bool:
+    return row.split(",")[0] == FEDAVG
 
 
 def details(experiment: str, label: str, evaluated: Sequence[Row]) -> dict[str, Any]:
@@ -89,6 +106,8 @@ def tables(result: Result, paper: Mapping[str, Any]) -> dict[str, str]:
     return {
         "accuracy": markdown.table(accuracy, _accuracies(result, paper["femnist"])),
         "besides": markdown.table(["method", "20 %", "seeds"], _besides(result)),
+        "grid": markdown.table(["method", "rates: macro-F1 in %"], _grid()),
+        "bounded": markdown.table(["method", "updates refused", "accuracy", "without the bound"], _bounded(result)),
         "cost": markdown.table(cost, _costs(result, FIRST, TARGETS, {**LABELS, **BESIDES})),
         "spread": markdown.table(spread, _spreads(result, {**LABELS, **BESIDES})),
         "finetune": markdown.table(finetune, _finetunes(result)),
@@ -115,8 +134,37 @@ def _accuracies(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]
 
 def _besides(result: Result) -> Iterator[list[str]]:
     for row, label in BESIDES.items():
-        found = page.cell(result, "mnist-20", label, f"new_devices.0.2.{OWN}")
-        yield [row, found, page.seeds(result, "mnist-20", label)]
+        at = place(label, FIRST)
+        yield [row, page.cell(result, *at, f"new_devices.{FIRST}.{kind_of(row)}"), page.seeds(result, *at)]
+
+
+def _grid() -> Iterator[list[str]]:
+    """Every candidate, the chosen one in bold."""
+    path = Path(__file__).parent / "chosen.json"
+    for name, tried in (json.loads(path.read_text())[CHOSEN]["methods"] if path.exists() else {}).items():
+        best = max(one["macro_f1"] for one in tried)
+        cells = []
+        for one in tried:
+            hyper = schema.plain(METHODS[name].hyper()) | one["hyper"]
+            text = ", ".join(f"{hyper[key]:g}" for key in RATES if key in hyper and _moves(name, key))
+            cells.append(f"**{text}: {100 * one['macro_f1']:.1f}**" if one["macro_f1"] == best
+                         else f"{text}: {100 * one['macro_f1']:.1f}")
+        yield [f"`{name}`", "; ".join(cells)]
+
+
+def _moves(name: str, rate: str) -> bool:
+    """FedMeta's devices take no steps of their own, FedAvg's server none."""
+    return (rate == "client_lr") == (name == "fedavg-meta")
+
+
+def _bounded(result: Result) -> Iterator[list[str]]:
+    """The same seeds with the adaptive bound and without."""
+    for row, label in LABELS.items():
+        for seed, one in (page.method_of(result, BOUNDED, label) or {}).get("seeds", {}).items():
+            free = (page.method_of(result, "mnist-20", label) or {}).get("seeds", {}).get(seed, {})
+            figures = [f"{100 * of['figures'][f'new_devices.{FIRST}.{OWN}']:.2f}" if of else ABSENT
+                       for of in (one, free)]
+            yield [row, f"{one['refused']:.1%}", *figures]
 
 
 def _speech(result: Result, paper: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -141,21 +189,21 @@ def _by_support(result: Result, label: str, kind: str) -> list[str]:
 
 def _spreads(result: Result, rows: Mapping[str, str], where: str = "") -> Iterator[list[str]]:
     for row, label in rows.items():
-        of, at = where or experiment_of(label, FIRST), f"new_devices.{FIRST}.accuracy"
-        mean = page.cell(result, of, label, f"{at}.mean")
-        if row == FEDAVG or mean == ABSENT:  # only the mean is known for the model as it is
+        of, at = place(label, FIRST, where), f"new_devices.{FIRST}.accuracy"
+        mean = page.cell(result, *of, f"{at}.mean")
+        if _as_it_is(row) or mean == ABSENT:  # only the mean is known for the model as it is
             continue
-        ends = [page.number(result, of, label, f"{at}.{figure}") for figure in ("worst", "best")]
-        variance = page.number(result, of, label, f"{at}.variance", percent=False)
-        yield [row, mean, *ends, variance, page.seeds(result, of, label)]
+        ends = [page.number(result, *of, f"{at}.{figure}") for figure in ("worst", "best")]
+        variance = page.number(result, *of, f"{at}.variance", percent=False)
+        yield [row, mean, *ends, variance, page.seeds(result, *of)]
 
 
 def _costs(
     result: Result, support: str, targets: Sequence[float], rows: Mapping[str, str], where: str = ""
 ) -> Iterator[list[str]]:
     for target in targets:
-        base = _spent(result, where or experiment_of("fedavg-meta", support), "fedavg-meta", support, AS_IT_IS, target)
-        every = {row: _spent(result, where or experiment_of(label, support), label, support, kind_of(row), target)
+        base = _spent(result, *place("fedavg-meta", support, where), support, AS_IT_IS, target)
+        every = {row: _spent(result, *place(label, support, where), support, kind_of(row), target)
                  for row, label in rows.items()}
         begun = {row: found for row, found in every.items() if found is not None}
         if any(found["reached"] for found in begun.values()):
@@ -214,8 +262,8 @@ def _curves(
     """The mean over the seeds that have begun, where all have evaluated."""
     found = {}
     for row, label in rows.items():
-        method = page.method_of(result, where or experiment_of(label, support), label)
-        column = 2 if row == FEDAVG else 1
+        method = page.method_of(result, *place(label, support, where))
+        column = 2 if _as_it_is(row) else 1
         each = [{point[0]: point[column] for point in one["details"][support]["curve"]}
                 for one in (method or {}).get("seeds", {}).values() if support in one.get("details", {})]
         if each:
@@ -228,10 +276,10 @@ def _devices(result: Result, rows: Mapping[str, str], where: str = "") -> dict[s
     """The accuracies of all new devices, of all seeds, by row and round."""
     found = {}
     for row, label in rows.items():
-        method = page.method_of(result, where or experiment_of(label, FIRST), label)
+        method = page.method_of(result, *place(label, FIRST, where))
         seeds = list((method or {}).get("seeds", {}).values())
         values = sorted(v for one in seeds for v in one.get("details", {}).get(FIRST, {}).get("devices", []))
-        if row != FEDAVG and values:
+        if not _as_it_is(row) and values:
             found[f"{row}, round {min(one['judged'] for one in seeds if 'judged' in one):,}"] = values
     return found
 
