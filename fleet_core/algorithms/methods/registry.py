@@ -190,10 +190,11 @@ class MetaVers(Margins, Proto):
     distance everywhere but in the margin; ``norm`` as printed. margin_distance: the distance between centroids.
     triplet_sum: L_T is the sum over all triplets instead of their mean. margin_divisor: the divisor of eq. 3;
     ``printed`` is (N − 1)², ``pairs`` is N(N − 1). negative: what eq. 4 compares with; ``positive`` is d(x_p, x_n) as
-    printed, ``centroid`` is d(a, x_n) as in the program. fixed_margin: the margin of all triplets, as Lim's Table 5
-    has it for triplets alone; 0 for the moving one. loss_share: 1 is the cross-entropy alone. Optimizer and rates are in the paper's supplement; in the program the server steps with Adam at 1e-3 along the sum of one gradient of
-    each device. Here it steps along their mean times client_lr, which is the same to Adam but for server_epsilon, a
-    larger one for a smaller direction."""
+    printed, ``centroid`` is d(a, x_n) as in the program. fixed_margin: the margin of all triplets, as Lim's Table 5 has
+    it for triplets alone; 0 for the moving one. loss_share: 1 is the cross-entropy alone. Optimizer and rates are in
+    the paper's supplement; in the program the server steps with Adam at 1e-3 along the sum of one gradient of each
+    device. Here it steps along their mean times client_lr, which is the same to Adam but for server_epsilon, a larger
+    one for a smaller direction."""
 
     distance: str = one_of("squared", DISTANCES)
     margin_distance: str = one_of("norm", DISTANCES)

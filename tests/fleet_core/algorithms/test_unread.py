@@ -30,7 +30,8 @@ IMAGES = ("augment",)
 """Settings that only images have."""
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in METHODS), ("fedmeta-maml", {"form": "appendix"}), ("metavers", {"shots": 0}),
-    ("metavers", {"loss_share": 1.0}), ("metavers", {"fixed_margin": 0.5}), ("fedavg", {"server_optimizer": "adam"}), ("fedavg", {"finetune_steps": 2}),
+    ("metavers", {"loss_share": 1.0}), ("metavers", {"fixed_margin": 0.5}),
+    ("fedavg", {"server_optimizer": "adam"}), ("fedavg", {"finetune_steps": 2}),
     ("scaffold", {"lr_decay": 0.5}), ("fedmeta-maml", {"server_optimizer": "sgd"}),
 ]
 
