@@ -1,8 +1,8 @@
-"""MNIST among twenty devices, for both sides: the same samples of the same devices, in the form that each reads.
+"""Images among twenty devices, for both sides: the same samples of the same devices, in the form that each reads.
 
-All 70,000 images are divided by the product's partition ``dirichlet`` with 0.1 for each class (a concentration of 1),
-three quarters of a device's images for training, as in PFLlib. Then a device keeps some of its images, drawn at random:
-all devices have equally many, and an epoch is a whole number of batches.
+All images of MNIST (70,000) or CIFAR-10 (60,000) are divided by the product's partition ``dirichlet`` with 0.1 for each
+class (a concentration of 1), three quarters of a device's images for training, as in PFLlib. Then a device keeps some
+of its images, drawn at random: all devices have equally many, and an epoch is a whole number of batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The networks that both sides train: a body and a linear head, from the same first weights.
 
 mlp: 784-100-10, the arrays of the product's ``mlp`` and of PFLlib's ``DNN``, which ends in a log-softmax.
-cnn: PFLlib's ``FedAvgCNN`` (McMahan et al. 2017), two convolutions of 5x5 and a hidden layer of 512.
+cnn: PFLlib's ``FedAvgCNN`` (McMahan et al. 2017), two convolutions of 5x5 and a hidden layer of 512. cifar: the same on
+images of CIFAR-10; the others take MNIST.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 NETWORKS: dict[str, dict[str, Any]] = {
     "mlp": {"name": "mlp", "options": {"hidden": [100]}},
     "cnn": {"name": "benchmarks.peers.network:build"},
+    "cifar": {"name": "benchmarks.peers.network:build"},
 }
 """name -> ``[model]`` of an experiment."""
+SETS = {"mlp": "mnist", "cnn": "mnist", "cifar": "cifar-10"}
+"""name -> the set of images, and the folder that has it."""
 KERNEL, CHANNELS, HIDDEN = 5, (32, 64), 512
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.ours FOLDER
 
-FOLDER has ``samples.npz``. Answers ``turns``: the accuracy is the share of all test samples that the personalized
-models answer rightly.
+FOLDER has ``samples.npz`` of each set, in a folder of its name. Answers ``turns``: the accuracy is the share of all
+test samples that the personalized models answer rightly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers.methods import METHODS, SETTING, Setting
-from benchmarks.peers.network import NETWORKS
+from benchmarks.peers.network import NETWORKS, SETS
 from benchmarks.peers.turns import serve
 from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan import workload as workloads
@@ -33,7 +33,7 @@ def experiment(
     ours = METHODS[method].ours(setting)
     return experiments.read({
         "seeds": [seed],
-        "data": {"path": str(folder / "samples.npz")},
+        "data": {"path": str(folder / SETS[network] / "samples.npz")},
         "partition": {"options": {"split": "time", "train_fraction": 0.5}},
         "model": NETWORKS[network],
         "budget": {"rounds": rounds},

@@ -1,6 +1,6 @@
 """PFLlib's methods beside ours: the same devices, samples, networks, first weights and numbers of steps.
 
-    METAFLEET_DATA=CACHE python -m benchmarks.peers.run --pfllib FOLDER [--networks mlp cnn] [--methods NAME ...]
+    METAFLEET_DATA=CACHE python -m benchmarks.peers.run --pfllib FOLDER [--networks mlp cnn cifar] [--methods NAME ...]
         [--seeds N ...] [--minutes M]
 
 FOLDER is a checkout of https://github.com/TsingZ0/PFLlib, whose code is not ours to ship. Both sides take turns, each
@@ -32,7 +32,7 @@ from benchmarks.overhead.peers.venvs import python_of
 from benchmarks.peers import division
 from benchmarks.peers import ours as our_side
 from benchmarks.peers.methods import METHODS, SETTING, Setting
-from benchmarks.peers.network import NETWORKS
+from benchmarks.peers.network import NETWORKS, SETS
 from benchmarks.peers.turns import Side
 from fleet_core.base import storage
 from fleet_core.base.errors import ConfigError, FleetError
@@ -41,7 +41,7 @@ from fleet_core.data.sets.set_cache import load_set
 HERE = Path(__file__).parent
 RESULT, BY_SEED = HERE / "result.json", HERE / "seeds.json"
 SIDES = ("ours", "PFLlib")
-ROUNDS = {"mlp": 10, "cnn": 3}
+ROUNDS = {"mlp": 10, "cnn": 3, "cifar": 5}
 MINUS = "\N{MINUS SIGN}"
 
 Row = dict[str, Any]
@@ -61,12 +61,14 @@ def checkout(folder: Path | None) -> Path:
 
 def prepared(folder: Path, setting: Setting, networks: Iterable[str], seeds: Iterable[int]) -> None:
     """Samples and first weights, for both sides."""
-    mnist = load_set("mnist")
-    assert mnist.test is not None
-    division.write(division.divided(mnist.train, mnist.test, (setting.train, setting.test)), folder)
-    for network in networks:
-        for seed in seeds:
-            np.savez(folder / f"first-{network}-{seed}.npz", *our_side.first_weights(folder, network, seed))
+    networks = list(networks)
+    for name in sorted({SETS[network] for network in networks}):
+        images = load_set(name)
+        assert images.test is not None
+        division.write(division.divided(images.train, images.test, (setting.train, setting.test)), folder / name)
+    for network, seed in itertools.product(networks, seeds):
+        first = our_side.first_weights(folder, network, seed)
+        np.savez(folder / SETS[network] / f"first-{network}-{seed}.npz", *first)
 
 
 def commands(pfllib: Path, folder: Path) -> dict[str, list[str]]:
@@ -94,13 +96,12 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 def tables(rows: Sequence[Row], published: Mapping[str, Any]) -> dict[str, str]:
-    """A table for each network that has runs, and PFLlib's published figures."""
+    """A table for each network, and PFLlib's published figures."""
     columns = ("method", *(f"PFLlib, {column}" for column in published["columns"]))
     figures = {method: (f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in values)
                for method, values in published["rows"].items()}
-    networks = [network for network in NETWORKS if any(row["network"] == network for row in rows)]
     return {
-        **{network: beside([row for row in rows if row["network"] == network]) for network in networks},
+        **{network: beside([row for row in rows if row["network"] == network]) for network in NETWORKS},
         "published": markdown.table(columns, [(method, *values) for method, values in figures.items()]),
     }
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.peers.theirs PFLLIB FOLDER
 
-PFLLIB is a checkout. FOLDER has PFLlib's data set and the first weights (``division``, ``run``). PFLlib reads and
-writes beside its working folder, so this works in FOLDER, and writes nothing into the checkout. ``main.py`` is not
+PFLLIB is a checkout. FOLDER has each set of images in a folder of its name, in PFLlib's form, and the first weights
+(``division``, ``run``). PFLlib reads and writes beside its working folder, so this works in that folder, and writes
+nothing into the checkout. ``main.py`` is not
 used: it loads every method. Answers as ``ours`` does.
 """
 
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.methods import DATA_SET, DEVICES, METHODS, SETTING, Setting
-from benchmarks.peers.network import Theirs
+from benchmarks.peers.network import SETS, Theirs
 from benchmarks.peers.turns import serve
 
 NEVER = 10**9
@@ -65,10 +66,13 @@ def arguments(method: str, rounds: int, setting: Setting) -> argparse.Namespace:
 def run(
     folder: Path, method: str, network: str, seed: int, rounds: int, setting: Setting = SETTING
 ) -> dict[str, float]:
-    with np.load(folder / f"first-{network}-{seed}.npz") as file:
+    of_set = folder / SETS[network]
+    with np.load(of_set / f"first-{network}-{seed}.npz") as file:
         first = [torch.tensor(file[key]) for key in file.files]
-    with np.load(folder / "samples.npz") as file:
+    with np.load(of_set / "samples.npz") as file:
         shape = file["x"].shape[1:]
+    (of_set / "system").mkdir(exist_ok=True)
+    os.chdir(of_set / "system")
     asked, pair = arguments(method, rounds, setting), METHODS[method]
     whole = Theirs(network, shape, first)
     asked.model = Split(whole) if pair.split else whole
@@ -131,9 +135,6 @@ def main() -> None:
     sys.path.insert(0, str(pfllib / "system"))
     importlib.import_module("flcore.servers.serverbase")
     importlib.import_module("flcore.clients.clientbase")
-    work = folder / "system"
-    work.mkdir(exist_ok=True)
-    os.chdir(work)
     serve(partial(run, folder))
 
 

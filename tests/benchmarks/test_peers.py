@@ -30,15 +30,15 @@ DEVICES, NUMBER = 4, 4000
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Images whose first pixel is their row of the set, divided among four devices."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 256, (NUMBER, 1, 28, 28)).astype(np.uint8)
-    x[:, 0, 0, 0], x[:, 0, 0, 1] = np.arange(NUMBER) % 256, np.arange(NUMBER) // 256
-    whole = Samples(x, np.arange(NUMBER) % 10, classes=tuple("0123456789"))
-    half = NUMBER // 2
+    rng, half = np.random.default_rng(0), NUMBER // 2
     rows = np.arange(half)
-    division.write(division.divided(
-        whole.take(rows), whole.take(rows + half), (SMALL.train, SMALL.test), devices=DEVICES
-    ), tmp_path)
+    for name, shape in (("mnist", (1, 28, 28)), ("cifar-10", (3, 32, 32))):
+        x = rng.integers(0, 256, (NUMBER, *shape)).astype(np.uint8)
+        x[:, 0, 0, 0], x[:, 0, 0, 1] = np.arange(NUMBER) % 256, np.arange(NUMBER) // 256
+        whole = Samples(x, np.arange(NUMBER) % 10, classes=tuple("0123456789"))
+        division.write(division.divided(
+            whole.take(rows), whole.take(rows + half), (SMALL.train, SMALL.test), devices=DEVICES
+        ), tmp_path / name)
     return tmp_path
 
 
@@ -54,7 +54,7 @@ def test_both_sides_read_the_same_samples_of_the_same_devices(folder: Path) -> N
     images = set()
     for number, share in enumerate(workload.train):
         for part, own, size in (("train", workload.own(share), 20), ("test", workload.later(share), 6)):
-            with np.load(folder / "dataset" / DATA_SET / part / f"{number}.npz", allow_pickle=True) as file:
+            with np.load(folder / "mnist" / "dataset" / DATA_SET / part / f"{number}.npz", allow_pickle=True) as file:
                 other = file["data"].tolist()
             np.testing.assert_array_equal(own.x, other["x"])
             np.testing.assert_array_equal(own.y, other["y"])
