@@ -17,7 +17,7 @@ from cloud_server.laboratory.run.engine import MODELS
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
-EXPERIMENTS = {"acid-5": "ACID-5", "alid-5": "ALID-5"}
+EXPERIMENTS = {"acid-5": "ACID-5", "alid-5": "ALID-5", "alid-5-steps": "ALID-5, five inner steps"}
 WORST_TARGETS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6)
 ROUNDS = (25, 50, 100, 200, 300, 500, 750, 1000)
 PICTURE = "curves.png"
@@ -63,7 +63,7 @@ def _of_the_worst(result: Result) -> Iterator[list[str]]:
             found = {label: _until(of_seeds, target) for label, of_seeds in curves.items()}
             if any(one is not None and one.get("sign") != ">" for one in found.values()):
                 yield [setting, f"{target:.0%}", *map(_text, found.values()), _ratio(found[BASE], found[OURS]),
-                       str(min(map(len, curves.values())))]
+                       str(min(len(one) for one in curves.values() if one))]
 
 
 def _until(curves: Sequence[Sequence[Sequence[float]]], target: float) -> Row | None:
