@@ -3,23 +3,31 @@
 The evaluated devices of heart beats, activity, Omniglot and MNIST are the same for every seed, and validate in none.
 Spoken digits have four speakers, so there no device validates. The encoder and a head for the fleet's classes are
 trained centrally on the training devices by a joint loss, cross-entropy of the head plus that of class means within
-one device, so that no way answers from an encoder that was trained for another. It stands in for a fleet's model.
+one device, so that no way answers from an encoder that was trained for another. It stands in for a fleet's model;
+``trained_by_fleet`` is one.
 """
 
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.drift.run import spoken_digits
+from cloud_server.laboratory.plan import experiment as experiments
+from cloud_server.laboratory.plan import workload as workloads
+from cloud_server.laboratory.run.simulate import Options, simulate
+from cloud_server.records import checkpoint
 from fleet_core.data import model_input
-from fleet_core.data.samples import stratified
+from fleet_core.data import samples as sample_files
+from fleet_core.data.samples import Samples, stratified
 from fleet_core.data.sets import spoken
 from fleet_core.data.sets.set_cache import load_set
 from fleet_core.data.shaping import sound
@@ -28,6 +36,8 @@ from fleet_core.personalization.mixture import MAX_SAMPLES, folds
 from fleet_core.personalization.nearest import softmax
 
 STEPS, BATCH, RATE = 250, 64, 2e-3
+ROUNDS, COHORT, HYPER = 60, 10, {"local_steps": 8, "support_batch": 32, "query_batch": 32}
+"""Of a simulated fleet; the rate is the method's own."""
 SUPPORT_S, SUPPORT = 300.0, 0.6
 """A patient's labelled beats are those of the first five minutes; others label the first 60 % of each class."""
 MOST_QUERIES = 400
@@ -191,10 +201,7 @@ SETS: Mapping[str, Callable[[], Set]] = {
 def trained(found: Set, names: Sequence[str], seed: int, steps: int = STEPS) -> models.Network:
     """The network after ``steps`` steps of Adam, each on one device's samples, half of them for its class means."""
     rows = {name: np.flatnonzero(found.device == name) for name in names}
-    labels = found.y
-    if found.fleet is not None:
-        taught = np.unique(found.fleet[np.concatenate(list(rows.values()))])
-        labels = np.searchsorted(taught, found.fleet)
+    labels = _taught(found, np.concatenate(list(rows.values())))
     spec = model_input.standardized(found.x[np.concatenate(list(rows.values()))])
     known = range(int(labels[np.concatenate(list(rows.values()))].max()) + 1)
     layout = models.describe(found.model, spec, [str(k) for k in known], found.options)
@@ -213,6 +220,34 @@ def trained(found: Set, names: Sequence[str], seed: int, steps: int = STEPS) -> 
     return network
 
 
+def _taught(found: Set, rows: Array) -> Array:
+    """int64 [N]: labels in the numbering of the head, which knows the classes of ``rows``."""
+    return found.y if found.fleet is None else np.searchsorted(np.unique(found.fleet[rows]), found.fleet)
+
+
+def trained_by_fleet(found: Set, names: Sequence[str], seed: int, rounds: int = ROUNDS) -> models.Network:
+    """The network that ``fedavg-joint`` trains in a simulated fleet of the devices ``names``."""
+    rows = np.flatnonzero(np.isin(found.device, list(names)))
+    labels, spec = _taught(found, rows)[rows], model_input.standardized(found.x[rows])
+    with tempfile.TemporaryDirectory() as scratch:
+        path, out = Path(scratch) / "samples.npz", Path(scratch) / "runs"
+        sample_files.save(path, Samples(found.x[rows], labels, found.device[rows],
+                                        classes=tuple(map(str, range(int(labels.max()) + 1)))))
+        asked = experiments.read({
+            "seeds": [seed], "cohort": min(COHORT, len(names)),
+            "data": {"path": str(path), "scale": spec.scale, "mean": list(spec.mean), "std": list(spec.std)},
+            "partition": {"kind": "natural", "options": {"min_samples": 4, "train_fraction": 0.95}},
+            "model": {"name": found.model, "options": dict(found.options)},
+            "budget": {"rounds": rounds}, "evaluation": {"every": 0},
+            "method": [{"name": "fedavg-joint", "hyper": HYPER}],
+        })
+        folder, = simulate(asked, out, Options(jobs=1, device="cpu"))
+        _, served = checkpoint.served(folder / "state" / checkpoint.file_name(rounds))
+        network = models.build(workloads.layout_of(asked, workloads.build(asked)))
+    models.hold(network, models.to_torch(served))
+    return network
+
+
 def _joint_loss(network: models.Network, found: Set, labels: Array, drawn: Array) -> torch.Tensor:
     z = network.embed(torch.tensor(found.x[drawn]))
     loss = torch.nn.functional.cross_entropy(network.core.get_submodule("head")(z), torch.tensor(labels[drawn]))
@@ -226,7 +261,8 @@ def _joint_loss(network: models.Network, found: Set, labels: Array, drawn: Array
     return loss + torch.nn.functional.cross_entropy(-distance, torch.tensor(np.searchsorted(seen, y[asked])))
 
 
-def device_of(found: Set, name: str, network: models.Network) -> Device:
+def device_of(found: Set, name: str, network: models.Network, *, with_steps: bool = True) -> Device:
+    """with_steps: answers after gradient steps too, which take the longest."""
     rows = np.flatnonzero(found.device == name)
     if found.time is not None:
         support = rows[found.time[rows] < SUPPORT_S]
@@ -243,7 +279,7 @@ def device_of(found: Set, name: str, network: models.Network) -> Device:
     if not found.has_head:
         return Device(z, found.y[support], None, query_z, found.y[query], None, classes, embed_s)
     stepped = {labels: {rate: _stepped(network, found, support[labelled(found.y[support], labels)], query, rate)
-                        for rate in STEP_RATES} for labels in LABELS}
+                        for rate in STEP_RATES} for labels in LABELS} if with_steps else {}
     return Device(z, found.y[support], head, query_z, found.y[query], query_head, classes, embed_s, stepped)
 
 

@@ -1,12 +1,15 @@
 """Whether a device that weighs several ways to personalize answers better than by any of them alone.
 
-    METAFLEET_SHARED=FOLDER METAFLEET_DATA=FOLDER python -m benchmarks.auto.run      writes result.json and the page
+    METAFLEET_SHARED=FOLDER METAFLEET_DATA=FOLDER python -m benchmarks.auto.run [--fleet]
 
-Embedded samples and answers of every set and seed are kept below ``build/auto``, so that an interrupted run goes on.
+Writes result.json and the page. With ``--fleet`` the encoder is trained by a simulated fleet (``fedavg-joint``) instead
+of centrally, without gradient steps among the ways; it writes fleet.json in place of result.json. Embedded samples and
+answers of every set and seed are kept below ``build/auto``, so that an interrupted run goes on.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -35,6 +38,7 @@ from fleet_core.personalization.plain_baseline import counted
 from fleet_core.tasks.calibration import best_temperature, expected_calibration_error, gaps, likelihoods
 
 HERE = Path(__file__).parent
+RESULT, OF_FLEET = "result.json", "fleet.json"
 BUILD = Path("build/auto")
 SEEDS = range(5)
 MOST_GAUSSIAN = 100
@@ -214,14 +218,14 @@ def _options(found: Mapping[str, Array], z: Array, y: Array, device: Device) -> 
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def embedded(name: str, seed: int) -> dict[tuple[str, str], Device]:
+def embedded(name: str, seed: int, *, fleet: bool = False) -> dict[tuple[str, str], Device]:
     """(role, device) -> its samples, from the file of the set and seed, which is made if it is not there."""
-    path = BUILD / f"{name.replace(' ', '-')}-{seed}.safetensors"
+    path = _file(name, seed, fleet, "safetensors")
     if not path.exists():
         found = SETS[name]()
         train, validate, evaluate = found.split(np.random.default_rng(seed))
-        network = devices.trained(found, train, seed)
-        made = {(role, one): devices.device_of(found, one, network)
+        network = (devices.trained_by_fleet if fleet else devices.trained)(found, train, seed)
+        made = {(role, one): devices.device_of(found, one, network, with_steps=not fleet)
                 for role, names in zip(ROLES, (validate, evaluate), strict=True) for one in names}
         arrays = {f"{role}/{one}/{key}": array for (role, one), device in made.items()
                   for key, array in device.arrays().items()}
@@ -235,11 +239,15 @@ def embedded(name: str, seed: int) -> dict[tuple[str, str], Device]:
     return {key: Device.of(part) for key, part in parts.items()}
 
 
-def of_set(name: str, seed: int) -> Any:
+def _file(name: str, seed: int, fleet: bool, kind: str) -> Path:
+    return BUILD / f"{name.replace(' ', '-')}{'-fleet' if fleet else ''}-{seed}.{kind}"
+
+
+def of_set(name: str, seed: int, *, fleet: bool = False) -> Any:
     """The figures of a set and seed, from their file, which is made if it is not there."""
-    path = BUILD / f"{name.replace(' ', '-')}-{seed}.json"
+    path = _file(name, seed, fleet, "json")
     if not path.exists():
-        storage.write_json(path, figures(embedded(name, seed)))
+        storage.write_json(path, figures(embedded(name, seed, fleet=fleet)))
     return json.loads(storage.read_bytes(path, limit=1 << 24))
 
 
@@ -306,8 +314,8 @@ def _mean_and_spread(values: list[float]) -> list[float]:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
+def tables(result: Mapping[str, Any], of_fleet: Mapping[str, Any]) -> dict[str, str]:
+    found = {f"fleet-{labels}": _table(of_fleet["evaluated"][labels], MAIN) for labels in LABELS}
     for role in ROLES:
         for labels in LABELS:
             found[f"{role}-{labels}"] = _table(result[role][labels], MAIN)
@@ -338,17 +346,24 @@ def _cell(figures: Mapping[str, list[float]]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fleet", action="store_true", help="a simulated fleet trains the encoder")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     runs: dict[str, list[Any]] = {name: [] for name in SETS}
     for seed in SEEDS:
         for name in SETS:
             started = time.time()
-            runs[name].append(of_set(name, seed))
+            runs[name].append(of_set(name, seed, fleet=options.fleet))
             print(f"{name}, seed {seed}: {time.time() - started:.0f} s", file=sys.stderr, flush=True)
-    result = summary(runs)
-    storage.write_json(HERE / "result.json", result)
-    page = HERE / "README.md"
-    page.write_text(markdown.filled(page.read_text(encoding="utf-8"), tables(result)), encoding="utf-8")
+    storage.write_json(HERE / (OF_FLEET if options.fleet else RESULT), summary(runs))
+    storage.write_atomic(HERE / "README.md", page().encode())
+
+
+def page() -> str:
+    """README.md with the tables of the results that are beside it."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    return markdown.filled(text, tables(*(json.loads((HERE / name).read_text()) for name in (RESULT, OF_FLEET))))
 
 
 if __name__ == "__main__":

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks import markdown
 from benchmarks.auto import devices, old_choice, run
 from benchmarks.auto.devices import Device, Set
 
 
 def test_the_page_has_the_figures_of_the_result() -> None:
-    page = (run.HERE / "README.md").read_text(encoding="utf-8")
-    result = json.loads((run.HERE / "result.json").read_text(encoding="utf-8"))
-    assert markdown.filled(page, run.tables(result)) == page
+    assert run.page() == (run.HERE / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -49,6 +45,15 @@ def test_every_strategy_answers_the_later_samples_of_each_class(people: Set) -> 
         assert trial.seconds["mixture"] > 0
     accuracy = run.pooled([(found[run.MIXTURE], device.query_y, 2)])["accuracy"]
     assert accuracy > 0.9
+
+
+def test_a_simulated_fleet_trains_an_encoder_whose_ways_answer(people: Set) -> None:
+    network = devices.trained_by_fleet(people, ["p0", "p1", "p2"], seed=0, rounds=3)
+    device = devices.device_of(people, "p4", network, with_steps=False)
+    assert not device.stepped
+    trial = run.tried(device, "all")
+    assert {*run.MAIN} <= set(run.answered(trial, []))
+    assert all(run.pooled([(trial.found[way], device.query_y, 2)])["accuracy"] > 0.9 for way in ("none", "head"))
 
 
 def test_the_figures_are_by_role_and_labels_and_the_costs_by_role(people: Set) -> None:
