@@ -146,9 +146,9 @@ def _grid() -> Iterator[list[str]]:
         cells = []
         for one in tried:
             hyper = schema.plain(METHODS[name].hyper()) | one["hyper"]
-            text = ", ".join(f"{hyper[key]:g}" for key in RATES if key in hyper and _moves(name, key))
-            cells.append(f"**{text}: {100 * one['macro_f1']:.1f}**" if one["macro_f1"] == best
-                         else f"{text}: {100 * one['macro_f1']:.1f}")
+            rates = ", ".join(f"{hyper[key]:g}" for key in RATES if key in hyper and _moves(name, key))
+            text = f"{rates}: {100 * one['macro_f1']:.1f}"
+            cells.append(f"**{text}**" if one["macro_f1"] == best else text)
         yield [f"`{name}`", "; ".join(cells)]
 
 

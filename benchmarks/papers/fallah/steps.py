@@ -23,10 +23,9 @@ from benchmarks.papers.fallah.table import PARTS, STEPS, TRIED
 from cloud_server.laboratory.plan import experiment as experiments
 from cloud_server.laboratory.plan.experiment import Experiment, Run
 from cloud_server.laboratory.run.device_work import TEST_STEP, EvaluationTask, Setting, Worker
-from cloud_server.records.checkpoint import Checkpoints
+from cloud_server.records import checkpoint
 from fleet_core.base.errors import FleetError
 from fleet_core.base.storage import write_json
-from fleet_core.learning import models
 
 RATES = ("finetune_lr", "inner_lr")
 """The rate of the step, in fedavg-meta and in per-fedavg."""
@@ -36,9 +35,8 @@ def accuracies(asked: Experiment, run: Run, folder: Path) -> list[float]:
     """By part of the rate: the mean over devices after the step."""
     key = next(name for name in RATES if hasattr(run.hyper, name))
     first = Worker(Setting(asked, run, folder))
-    rounds = sorted((folder / "state").glob("round-*.safetensors"))
-    number = int(rounds[-1].stem.split("-")[1])
-    served = Checkpoints(folder / "state").load(number, models.initial(first.layout, run.seed)).state.served
+    number = asked.budget.rounds
+    _, served = checkpoint.served(folder / "state" / checkpoint.file_name(number))
     found = []
     for part in PARTS:
         hyper = replace(run.hyper, **{key: part * getattr(run.hyper, key)} if part else {_steps(key): 0})

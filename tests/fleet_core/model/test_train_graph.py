@@ -95,6 +95,14 @@ def test_a_graph_trains_with_the_estimators_of_its_loss_and_its_constants() -> N
     assert "not of the estimator maml-exact" in replace(INFO, product=False).refuses("maml-exact", None)
 
 
+def test_a_graph_from_before_a_setting_trains_with_its_default_alone() -> None:
+    hyper = METHODS["metavers"].hyper()
+    made = {name: getattr(hyper, name) for name in train_graph.NEEDS["metavers"][2] if name != "fixed_margin"}
+    before = replace(INFO, loss="metavers", product=False, hyper=made)
+    assert before.refuses("metavers", hyper) == ""
+    assert "made with fixed_margin = 0.0" in before.refuses("metavers", replace(hyper, fixed_margin=0.5))
+
+
 def test_a_graph_that_does_not_say_a_constant_is_refused() -> None:
     hyper = METHODS["fedproto"].hyper()
     whole = replace(INFO, loss="fedproto", product=False, hyper={"pull": hyper.pull, "pull_form": "square"})
