@@ -5,16 +5,17 @@
 
 ``PAPER/grid/NAME.toml`` are experiments with ``evaluation.within_training``: the training samples are split once more,
 and some of the training devices take the place of new ones, if there are any. The measure is that of ``metafleet
-advise``: macro-F1 of the devices that train and of the new ones, each device weighing the same; of equal candidates the
-first. The same command resumes. When a grid is done, ``PAPER/chosen.json`` has all its candidates, and
-``PAPER/NAME.toml`` the chosen settings below its line. With ``--methods`` only the candidates of these methods are
-tried, and those of others stay.
+advise``: macro-F1 of the devices that train and of the new ones, each device weighing the same, its mean over the
+grid's seeds; of equal candidates the first. The same command resumes. When a grid is done, ``PAPER/chosen.json`` has
+all its candidates, and ``PAPER/NAME.toml`` the chosen settings below its line. With ``--methods`` only the candidates
+of these methods are tried, and those of others stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,13 +44,18 @@ Candidate = dict[str, Any]
 
 
 def candidates(folders: Sequence[Path]) -> dict[str, list[Candidate]]:
-    """By method, in the order of the grid: {hyper: what differs from the defaults, macro_f1}, of runs that ended."""
-    found: dict[str, list[Candidate]] = {}
+    """By method, in the order of the grid: {hyper: what differs from the defaults, macro_f1: the mean over seeds}, of
+    runs that ended."""
+    scores: dict[tuple[str, str], list[float]] = {}
     for folder in folders:
         path = folder / "result.json"
         trial = finished_runs.read(path)
-        hyper = differing(trial.method, json.loads(path.read_text())["config"]["hyper"])
-        found.setdefault(trial.method, []).append({"hyper": hyper, "macro_f1": round(score(trial), DIGITS)})
+        own = json.dumps(differing(trial.method, json.loads(path.read_text())["config"]["hyper"]))
+        scores.setdefault((trial.method, own), []).append(score(trial))
+    found: dict[str, list[Candidate]] = {}
+    for (method, hyper), each in scores.items():
+        one = {"hyper": json.loads(hyper), "macro_f1": round(statistics.fmean(each), DIGITS)}
+        found.setdefault(method, []).append(one)
     return found
 
 

@@ -95,8 +95,8 @@ def tables(result: Result, paper: Result) -> dict[str, str]:
     found = {}
     for name in SETS:
         found[name] = markdown.table(
-            ["method", "macro-F1, all", "macro-F1", "accuracy", "worst", "new: macro-F1", "new: accuracy", "new: worst",
-             "as it is", "seeds"], _how_well(result, name))
+            ["method", "macro-F1, all", "macro-F1", "accuracy", "worst", "ECE", "new: macro-F1", "new: accuracy",
+             "new: worst", "new: ECE", "as it is", "seeds"], _how_well(result, name))
         found[f"{name}-costs"] = markdown.table(
             ["method", f"rounds to {TARGETS[name]:g}", "bytes", "gain", "arithmetic", "gain", "bytes a round",
              "arithmetic a round"], _costs(result, name))
@@ -110,8 +110,8 @@ def _how_well(result: Result, name: str) -> Iterator[list[str]]:
     for label, method, one in order:
         support = result["experiments"][name]["settings"]["evaluation"]["support"][0]
         new = f"new_devices.{support:g}"
-        figures = ("macro_f1", "accuracy.mean", "accuracy.worst", f"{new}.macro_f1", f"{new}.accuracy.mean",
-                   f"{new}.accuracy.worst", "before.macro_f1")
+        each = ("macro_f1", "accuracy.mean", "accuracy.worst", "calibration_error")
+        figures = (*each, *(f"{new}.{figure}" for figure in each), "before.macro_f1")
         mark = "" if apart(order[0][2], one) else " ="
         yield [f"`{label}`", _text(one) + mark, *(_figure(method, figure) for figure in figures), str(one.seeds)]
 
