@@ -85,8 +85,9 @@ def of_round(
         "models_transmitted_paper": float(len(counted) * paper[0] + (len(sent) - skipped) * paper[1]),
         "payload_bytes": {"up": up, "down": down_bytes},
     }
-    if counted and all(one.flops is not None for one in counted):
-        row["flops"] = float(sum(one.flops or 0 for one in counted))
+    worked = [one for one in learned if not one.error or one.flops is not None]  # a refused update was computed too
+    if worked and all(one.flops is not None for one in worked):
+        row["flops"] = float(sum(one.flops or 0 for one in worked))
     energy = costs.joules(row.get("flops"), up, down_bytes)
     if energy is not None:
         row["energy_j"] = energy

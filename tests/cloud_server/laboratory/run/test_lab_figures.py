@@ -423,6 +423,17 @@ def test_a_device_that_diverges_is_refused_counted_and_named_and_the_others_go_o
     assert roles == ({"dual", "residual"} if codec == "int8" else {"dual"})
 
 
+def test_a_refused_update_was_computed_and_sent_too(tmp_path: Path) -> None:
+    data, hyper = with_a_wild_one(tmp_path / "wild.npz", 1e3), {"local_steps": 1, "batch": 9, "clip_norm": 0}
+    rows = []
+    for bound in (1e300, 10.0):
+        asked = lab.experiment(data, "fedavg", hyper, cohort=0, budget={"rounds": 1}, max_update_norm=bound)
+        rows += lab.run_first(asked, tmp_path / f"run-{bound:g}").rounds()
+    assert [row["refused"] for row in rows] == [0, 1]
+    for key in ("flops", "payload_bytes"):
+        assert rows[0][key] == rows[1][key]
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
