@@ -56,7 +56,7 @@ from fleet_core.tasks.labels import KIND as LABELS
 
 METHODS_TRIED = ("local", "fedavg-meta", "p-avg-proto", "pfldyn-proto", "per-fedavg-fo", "knn-per")
 """The baselines, class means, and a method each of MAML's kin and with neighbours that sends few bytes. On heart beats
-and human activity one of them was as good as the best method (benchmarks/papers/sensors)."""
+and human activity one of them was within the spread of the best method (benchmarks/papers/sensors)."""
 CODECS_TRIED = ("int8", "int4", "ternary", "topk-10")
 """From the most bytes to the fewest; codecs with still fewer lost accuracy on the heart beats (benchmarks/cost)."""
 TIMED = ("local", "per-fedavg-fo")  # the methods with the least and the most arithmetic
