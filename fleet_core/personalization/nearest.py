@@ -187,11 +187,12 @@ class Neighbours:
         return np.concatenate(parts) if parts else np.zeros((0, self.classes), np.float32)
 
     def _votes(self, z_nD: Array, start: int | None) -> Array:
-        distance_nS = np.sqrt(_squared_distances(z_nD.astype(np.float64), self.z.astype(np.float64)))
+        squared_nS = _squared_distances(z_nD.astype(np.float64), self.z.astype(np.float64))
+        distance_nS = np.fmin(np.sqrt(squared_nS), np.inf)  # a sample that is not finite is the farthest
         rows = np.arange(len(z_nD))
         if start is not None:
             distance_nS[rows, start + rows] = np.inf
-        near = np.argsort(distance_nS, axis=1, kind="stable")[:, : min(self.count, len(self.y) - (start is not None))]
+        near = _smallest(distance_nS, min(self.count, len(self.y) - (start is not None)))
         distance_nk = np.take_along_axis(distance_nS, near, 1)
         weight_nk = np.exp(distance_nk.min(1, keepdims=True) - distance_nk)
         votes = np.zeros((len(z_nD), self.classes))
@@ -206,6 +207,15 @@ class Neighbours:
 def _squared_distances(a_nD: Array, b_SD: Array) -> Array:
     """[n, S] by one product of matrices. It rounds the distance of equal samples to about 1e-8 of their norm."""
     return np.asarray(np.maximum(np.square(a_nD).sum(1)[:, None] - 2 * a_nD @ b_SD.T + np.square(b_SD).sum(1), 0))
+
+
+def _smallest(a_nS: Array, count: int) -> Array:
+    """Columns [n, count], ascending, of the ``count`` smallest in each row; of equal ones the first."""
+    last_n1 = np.partition(a_nS, count - 1, axis=1)[:, count - 1, None]
+    smaller_nS, equal_nS = a_nS < last_n1, a_nS == last_n1
+    still_n1 = count - smaller_nS.sum(1, keepdims=True)
+    taken_nS = smaller_nS | (equal_nS & (np.cumsum(equal_nS, axis=1, dtype=np.int32) <= still_n1))
+    return np.nonzero(taken_nS)[1].reshape(len(a_nS), count)
 
 
 def _mixed(votes_nN: Array, head_nN: Array, share: float) -> Array:

@@ -71,6 +71,14 @@ def test_votes_are_finite_at_any_distance(far: float) -> None:
     np.testing.assert_allclose(found.sum(1), 1, rtol=1e-6)
 
 
+def test_a_stored_sample_that_is_not_finite_has_no_vote() -> None:
+    z, at = np.array([[np.nan, 0], [0, 1], [np.inf, 0], [1, 0]], np.float32), np.zeros((2, 2), np.float32)
+    for count in (2, 4):
+        with np.errstate(invalid="ignore"):
+            found = Neighbours(z, np.array([0, 1, 2, 3]), 4, count, 1.0).votes(at)
+        np.testing.assert_allclose(found, [[0, 0.5, 0, 0.5]] * 2)
+
+
 def test_more_queries_than_a_batch_are_answered_alike_and_none_at_all_too(monkeypatch: pytest.MonkeyPatch) -> None:
     z, y = cloud(30)
     at, _ = cloud(600, seed=1)
