@@ -161,6 +161,14 @@ def int8(found: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def batches(found: Mapping[str, Any]) -> str:
+    """Processor time and memory by the number of samples at a time."""
+    sizes = [size for size, _ in _by_number(found["models"]["MLP"])]
+    rows = [[name, *(f"{one[size]['us']:.0f} µs, {one[size]['bytes'] / 1e6:.1f} MB" for size in sizes)]
+            for name, one in _models(found)]
+    return markdown(["model", *sizes], rows)
+
+
 def _both(one: Mapping[str, Any]) -> str:
     lost = one["difference"]
     return f"{one['fp32']['mean']:.3f} → {one['int8']['mean']:.3f} ({lost['mean']:+.3f} ± {lost['std'] or 0:.3f})"
@@ -168,7 +176,7 @@ def _both(one: Mapping[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "accuracy": accuracy, "unknown": unknown, "parity": parity, "memory": memory, "latency": latency, "int8": int8,
-    "starting": starting, "in_python": in_python,
+    "starting": starting, "in_python": in_python, "batches": batches,
 }  # fmt: skip
 """The function by the result file's name; other files have other tables."""
 

@@ -24,8 +24,8 @@ from fleet_core.model.layout import InputSpec
 
 Array = np.ndarray[Any, Any]
 
-BATCH = 64
-"""Samples per call, which bounds the memory."""
+BATCH = 4
+"""Samples per call. More need more memory, and for a large model more time (benchmarks/on_device/batches.json)."""
 
 Steps = Callable[[dict[str, Array]], dict[str, Array]]
 

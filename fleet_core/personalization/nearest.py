@@ -26,8 +26,8 @@ Array = np.ndarray[Any, Any]
 
 BATCH = 256
 MAX_BYTES = 64 << 20
-MAX_DISTANCES = 1 << 20
-"""The most distances (8 MiB) in one array; one sample may exceed it."""
+MAX_DISTANCES = 1 << 17
+"""The most distances (1 MiB) in one array; one sample may exceed it."""
 FARTHEST = np.finfo(np.float32).max
 """Distances are clipped to it, so that only classes without samples have an infinite distance."""
 SHARES = tuple(k / 10 for k in range(11))
@@ -182,12 +182,13 @@ class Neighbours:
 
         without_self: z_nD are the stored samples, and no sample votes for itself.
         """
-        rows = max(1, MAX_DISTANCES // max(1, len(self.z)))
-        parts = [self._votes(z_nD[i : i + rows], i if without_self else None) for i in range(0, len(z_nD), rows)]
+        stored_SD, rows = self.z.astype(np.float64), max(1, MAX_DISTANCES // max(1, len(self.z)))
+        parts = [self._votes(z_nD[i : i + rows], stored_SD, i if without_self else None)
+                 for i in range(0, len(z_nD), rows)]
         return np.concatenate(parts) if parts else np.zeros((0, self.classes), np.float32)
 
-    def _votes(self, z_nD: Array, start: int | None) -> Array:
-        squared_nS = _squared_distances(z_nD.astype(np.float64), self.z.astype(np.float64))
+    def _votes(self, z_nD: Array, stored_SD: Array, start: int | None) -> Array:
+        squared_nS = _squared_distances(z_nD.astype(np.float64), stored_SD)
         distance_nS = np.fmin(np.sqrt(squared_nS), np.inf)  # a sample that is not finite is the farthest
         rows = np.arange(len(z_nD))
         if start is not None:

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.on_device import (
     accuracy,
     answers,
+    batches,
     fleets,
     homes,
     in_python,
@@ -28,6 +29,7 @@ from benchmarks.on_device import (
 from benchmarks.on_device.cases import CLASSES, Case
 from benchmarks.on_device.fleets import Plan
 from cloud_server.results.result import environment
+from edge_agent.compute import onnx_session
 from fleet_core.base import storage
 from fleet_core.data import samples as stored
 from fleet_core.data.samples import Samples
@@ -103,6 +105,24 @@ def test_what_an_answer_may_add_is_the_larger_of_both_bars() -> None:
     assert not latency.with_limit({"bare_us": 100.0, "predict_us": 151.0})["met"]
     assert latency.with_limit({"bare_us": 1000.0, "predict_us": 1099.0})["met"]
     assert not latency.with_limit({"bare_us": 1000.0, "predict_us": 1101.0})["met"]
+
+
+@LINUX
+def test_samples_are_embedded_by_so_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, run_batch = list[int](), onnx_session.Session._run_batch
+
+    def counted(self: onnx_session.Session, x: Any) -> Any:
+        sizes.append(len(x))
+        return run_batch(self, x)
+
+    monkeypatch.setattr(onnx_session, "BATCH", onnx_session.BATCH)
+    monkeypatch.setattr(onnx_session.Session, "_run_batch", counted)
+    batches.make(TINY, tmp_path)
+    found = batches.embedded(tmp_path, 200)
+    assert sizes == [200, 200, 100]
+    assert found["us"] > 0
+    monkeypatch.setattr(batches, "BATCHES", (2, 4))
+    assert set(batches.measured(tmp_path, 1)) == {"2", "4"}
 
 
 # Accuracy -------------------------------------------------------------------------------------------------------------
