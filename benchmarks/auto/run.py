@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks import markdown
-from benchmarks.auto import devices, old_choice
+from benchmarks.auto import command, devices, old_choice
 from benchmarks.auto.devices import LABELS, SETS, Device
 from cloud_server.figures.scores import confusion_accuracy, macro_f1
 from edge_agent.inference.mixed_plans import answers
@@ -314,7 +314,7 @@ def _mean_and_spread(values: list[float]) -> list[float]:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def tables(result: Mapping[str, Any], of_fleet: Mapping[str, Any]) -> dict[str, str]:
+def tables(result: Mapping[str, Any], of_fleet: Mapping[str, Any], of_command: Mapping[str, Any]) -> dict[str, str]:
     found = {f"fleet-{labels}": _table(of_fleet["evaluated"][labels], MAIN) for labels in LABELS}
     for role in ROLES:
         for labels in LABELS:
@@ -324,6 +324,7 @@ def tables(result: Mapping[str, Any], of_fleet: Mapping[str, Any]) -> dict[str, 
     found |= {f"options-{labels}": _table(result["validation"][labels], OPTIONS) for labels in LABELS}
     costs = [(name, *(f"{value:.1f}" for value in result["evaluated"]["cost"][name])) for name in SETS]
     found["cost"] = markdown.table(("set", "÷ dearest way", "with embedding"), costs)
+    found["command"] = command.table(of_command["models"])
     return found
 
 
@@ -363,7 +364,8 @@ def main() -> None:
 def page() -> str:
     """README.md with the tables of the results that are beside it."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
-    return markdown.filled(text, tables(*(json.loads((HERE / name).read_text()) for name in (RESULT, OF_FLEET))))
+    found = (json.loads((HERE / name).read_text()) for name in (RESULT, OF_FLEET, command.RESULT))
+    return markdown.filled(text, tables(*found))
 
 
 if __name__ == "__main__":

@@ -40,12 +40,13 @@ class Place:
     x: Path
 
 
-def made(case: Case, folder: Path, graph: Graph | None = None) -> Place:
-    """Everything of one model, below ``folder``. graph: its bundle with ``adapt``, if there is one. Needs torch."""
+def made(case: Case, folder: Path, graph: Graph | None = None, *, support: int = SUPPORT) -> Place:
+    """Everything of one model, below ``folder``. graph: its bundle with ``adapt``, if there is one. support: number of
+    labelled samples. Needs torch."""
     layout = case.layout()
     graph = graph or with_adapt(plain(layout), rates=False)
     weights = models.initial(layout, 0)
-    x, y = drawn(layout, SUPPORT, 1)
+    x, y = drawn(layout, support, 1)
     one = folder / "one.npy"
     folder.mkdir(parents=True)
     np.save(one, x[0])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.auto import devices, old_choice, run
+from benchmarks.auto import command, devices, old_choice, run
 from benchmarks.auto.devices import Device, Set
+from benchmarks.on_device import homes
+from benchmarks.on_device.cases import Case
+from fleet_core.model.layout import InputSpec
 
 
 def test_the_page_has_the_figures_of_the_result() -> None:
@@ -97,3 +102,14 @@ def test_the_former_choice_keeps_the_first_way_unless_another_is_surely_better()
     assert old_choice.chosen({"none": right(30), "head": right(31)}, y) == "none"
     assert old_choice.chosen({"none": right(30), "head": right(40)}, y) == "head"
     assert old_choice.chosen({"none": right(0)[:9], "head": right(9)[:9]}, y[:9]) == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's highest memory as Linux has it")
+def test_the_command_personalizes_by_every_way_without_stored_embeddings(tmp_path: Path) -> None:
+    case = Case("tiny", "mlp", InputSpec((1, 2, 3), "uint8", 1 / 255, (0.4,), (0.2,)), {"hidden": [5]})
+    home = homes.made(case, tmp_path / "made", support=20).homes["maml"]
+    found = command.measured(home, tmp_path, repeats=1)
+    assert set(found) == set(command.WAYS)
+    assert all(one["cpu_s"] > 0 and one["peak"] > 1 << 20 for one in found.values())
+    assert command.table({"MLP": {"20": found}}).count("\n") == 3
