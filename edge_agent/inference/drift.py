@@ -125,8 +125,11 @@ def personalize_again(service: Service, tried: int, log: Callable[[str], None]) 
     if not service.drift.moved_at or now is None or now.reference is None:
         return tried
     try:
-        added, personal = service.local().added(), service.stored.personalization(now.slot)
-        if added == tried or personal is None or not personal.embeds or personal.settings.get("added") == added:
+        added = service.local().added()
+        if added == tried:
+            return tried
+        personal = service.stored.personalization(now.slot)
+        if personal is None or not personal.embeds or personal.settings.get("added") == added:
             return tried
         done = relearn.personalize(service)
         log(f"drift: personalized again, with {added} added samples, by {done.how}")

@@ -24,8 +24,8 @@ from fleet_core.model.layout import Backbone, InputSpec
 
 Array = np.ndarray[Any, Any]
 
-BATCH, BATCH_VALUES = 32, 1 << 20
-"""The most samples, and the most raw values, of a batch: they bound the memory."""
+BATCH, BATCH_VALUES = 4, 1 << 18
+"""The most samples, and the most raw values, of a batch. More need more memory, and for a large model more time."""
 
 QUOTA_BYTES = 256 << 20
 

@@ -85,9 +85,11 @@ class LabelHead:
 def _fitted(z_SD: Array, target_SN: Array, link: Callable[[Array], Array], steps: int) -> tuple[Array, Array]:
     """(weight [N, D], bias [N]), float32. link: logits -> probabilities."""
     mean_D = z_SD.mean(0, dtype=np.float64)
-    centred_SD = z_SD - mean_D
-    scale = float(np.sqrt(np.square(centred_SD).mean())) or 1.0
-    weight_NE = _nesterov(np.c_[centred_SD / scale, np.ones(len(z_SD))], target_SN, link, steps)
+    x_SE = np.ones((len(z_SD), z_SD.shape[1] + 1))
+    centred_SD = np.subtract(z_SD, mean_D, out=x_SE[:, :-1])
+    scale = float(np.sqrt(np.einsum("sd,sd->", centred_SD, centred_SD) / centred_SD.size)) or 1.0
+    centred_SD /= scale
+    weight_NE = _nesterov(x_SE, target_SN, link, steps)
     bias_N = weight_NE[:, -1] - weight_NE[:, :-1] @ mean_D / scale
     return (weight_NE[:, :-1] / scale).astype(np.float32), bias_N.astype(np.float32)
 

@@ -24,10 +24,13 @@ from fleet_core.base.trees import Params
 
 Array = np.ndarray[Any, Any]
 
-BATCH = 256
+MAX_DIFFERENCES = 1 << 18
+"""The most differences of samples from class means (1 to 2 MiB) in one array; one sample may exceed it."""
 MAX_BYTES = 64 << 20
 MAX_DISTANCES = 1 << 17
 """The most distances (1 MiB) in one array; one sample may exceed it."""
+BLOCK = 1024
+"""Stored samples that are made float64 at a time."""
 FARTHEST = np.finfo(np.float32).max
 """Distances are clipped to it, so that only classes without samples have an infinite distance."""
 SHARES = tuple(k / 10 for k in range(11))
@@ -90,9 +93,10 @@ class Prototypes:
         """softmax(−distance) float32 [n, N]; 0 for a class without samples. Raises StateError when no class has any."""
         if not self._any:
             raise StateError("there is no labelled sample to personalize with", hint="add some: edge-agent samples add")
-        if len(z_nD) <= BATCH:
+        rows = max(1, MAX_DIFFERENCES // max(1, self.prototypes.size))
+        if len(z_nD) <= rows:
             return softmax(self._scores(z_nD))
-        return np.concatenate([softmax(self._scores(z_nD[i : i + BATCH])) for i in range(0, len(z_nD), BATCH)])
+        return np.concatenate([softmax(self._scores(z_nD[i : i + rows])) for i in range(0, len(z_nD), rows)])
 
     @cached_property
     def _any(self) -> bool:
@@ -182,13 +186,17 @@ class Neighbours:
 
         without_self: z_nD are the stored samples, and no sample votes for itself.
         """
-        stored_SD, rows = self.z.astype(np.float64), max(1, MAX_DISTANCES // max(1, len(self.z)))
-        parts = [self._votes(z_nD[i : i + rows], stored_SD, i if without_self else None)
-                 for i in range(0, len(z_nD), rows)]
+        rows = max(1, MAX_DISTANCES // max(1, len(self.z)))
+        parts = [self._votes(z_nD[i : i + rows], i if without_self else None) for i in range(0, len(z_nD), rows)]
         return np.concatenate(parts) if parts else np.zeros((0, self.classes), np.float32)
 
-    def _votes(self, z_nD: Array, stored_SD: Array, start: int | None) -> Array:
-        squared_nS = _squared_distances(z_nD.astype(np.float64), stored_SD)
+    @cached_property
+    def _squares(self) -> Array:
+        """float64 [S]: the squared norm of each stored sample."""
+        return np.asarray(np.einsum("sd,sd->s", self.z, self.z, dtype=np.float64))
+
+    def _votes(self, z_nD: Array, start: int | None) -> Array:
+        squared_nS = self._squared_distances(z_nD.astype(np.float64))
         distance_nS = np.fmin(np.sqrt(squared_nS), np.inf)  # a sample that is not finite is the farthest
         rows = np.arange(len(z_nD))
         if start is not None:
@@ -200,14 +208,18 @@ class Neighbours:
         np.add.at(votes, (rows[:, None], self.y[near]), weight_nk)
         return np.asarray(votes / votes.sum(1, keepdims=True), dtype=np.float32)
 
+    def _squared_distances(self, z_nD: Array) -> Array:
+        """[n, S] by products of matrices. They round the distance of equal samples to about 1e-8 of their norm."""
+        parts = [z_nD @ self.z[k : k + BLOCK].astype(np.float64).T for k in range(0, len(self.z), BLOCK)]
+        squared_nS = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        squared_nS *= -2
+        squared_nS += np.square(z_nD).sum(1)[:, None]
+        squared_nS += self._squares
+        return np.asarray(np.maximum(squared_nS, 0, out=squared_nS))
+
     def probabilities(self, z_nD: Array, head_nN: Array) -> Array:
         """λ · votes + (1 − λ) · head_nN (the head's probabilities), float32 [n, N]."""
         return _mixed(self.votes(z_nD), head_nN, self.share)
-
-
-def _squared_distances(a_nD: Array, b_SD: Array) -> Array:
-    """[n, S] by one product of matrices. It rounds the distance of equal samples to about 1e-8 of their norm."""
-    return np.asarray(np.maximum(np.square(a_nD).sum(1)[:, None] - 2 * a_nD @ b_SD.T + np.square(b_SD).sum(1), 0))
 
 
 def _smallest(a_nS: Array, count: int) -> Array:

@@ -24,12 +24,10 @@ from typing import Any
 import numpy as np
 
 from fleet_core.base.errors import DataError
-from fleet_core.personalization.nearest import Prototypes
+from fleet_core.personalization.nearest import MAX_DIFFERENCES, Prototypes
 
 Array = np.ndarray[Any, Any]
 
-MAX_DIFFERENCES = 1 << 20
-"""The most values (8 MiB) in one array of differences between samples and class means; one sample may exceed it."""
 SHARE_BETWEEN_MEANS = 0.5
 """The threshold as a share of the distance between class means, when every class has one sample."""
 
@@ -79,8 +77,11 @@ def _left_out_distances(z_nD: Array, y_n: Array, prototypes: Prototypes) -> Arra
     """For each sample of a class with more than one: its squared distance to its class mean, corrected to that of a new
     sample. Samples that equal their mean do not tell how far others lie and are omitted."""
     count_n = prototypes.counts[y_n]
-    several = count_n > 1
-    own_n = np.square(z_nD[several].astype(np.float64) - prototypes.prototypes[y_n[several]]).sum(1)
+    several, rows = np.flatnonzero(count_n > 1), max(1, MAX_DIFFERENCES // z_nD.shape[1])
+    own_n = np.empty(len(several))
+    for i in range(0, len(several), rows):
+        some = several[i : i + rows]
+        own_n[i : i + rows] = np.square(z_nD[some].astype(np.float64) - prototypes.prototypes[y_n[some]]).sum(1)
     own_n *= (count_n[several] + 1) / (count_n[several] - 1)
     return np.asarray(own_n[own_n > 0])
 

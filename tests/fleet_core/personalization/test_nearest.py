@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from fleet_core.base.errors import StateError
 from fleet_core.personalization import nearest
+from fleet_core.personalization.linear_head import Head
 from fleet_core.personalization.nearest import SHARES, Neighbours, Prototypes, softmax
+from fleet_core.personalization.unknown_class import Thresholds
 
 Array = np.ndarray[Any, Any]
 
@@ -90,17 +93,28 @@ def test_more_queries_than_a_batch_are_answered_alike_and_none_at_all_too(monkey
     assert neighbours.votes(at[:0]).shape == (0, 4)
 
 
-def test_a_device_with_many_samples_needs_memory_for_them_once_and_not_for_every_query() -> None:
+def test_a_device_with_many_samples_answers_and_fits_with_little_more_memory_than_they_take() -> None:
+    """Of float32 samples the fit of a head makes one float64 copy; what else is of their size is made in parts."""
     rng = np.random.default_rng(0)
-    z, y = rng.normal(size=(20_000, 16)).astype(np.float32), rng.integers(0, 4, 20_000)
-    neighbours = Neighbours(z, y, 4, 5, 1.0)
+    z, y = rng.normal(size=(20_000, 64)).astype(np.float32), rng.integers(0, 4, 20_000)
+    neighbours, means = Neighbours(z, y, 4, 5, 1.0), Prototypes.empty(62, 2048).add(np.eye(62, 2048), np.arange(62))
+    own_means = Prototypes.empty(4, 64).add(z, y)
+    neighbours.votes(z[:1])
+    assert peak_of(lambda: neighbours.votes(z[:1])) < z.nbytes
+    assert peak_of(lambda: neighbours.votes(z[:256])) < 2 * z.nbytes
+    assert peak_of(lambda: means.probabilities(np.ones((256, 2048), np.float32))) < 4 << 20
+    assert peak_of(lambda: Thresholds.calibrate(z, y, own_means, 0.95)) < 2 * z.nbytes
+    assert peak_of(lambda: Head.fit(z, y, 4, steps=2)) < 3 * z.nbytes
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that ``work`` held at once."""
     tracemalloc.start()
     try:
-        neighbours.votes(z[:256])
-        _, peak = tracemalloc.get_traced_memory()
+        work()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 160 << 20
 
 
 # The share of the neighbours ------------------------------------------------------------------------------------------
