@@ -113,7 +113,12 @@ class LocalData:
 
     def names(self) -> tuple[str, ...]:
         """The fleet's classes, then the device's own."""
-        return self._load_added()[1]
+        if self.task is not None or not self.added_path.exists():
+            return self._load_added()[1]
+        return self._named(samples.count_and_classes(self.added_path)[1])
+
+    def _named(self, of_file: Sequence[str] | None) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.classes, *(of_file or ()))))
 
     def own(self) -> Samples:
         """The samples of the fleet's classes to learn from: training and gradient steps use these. Raises DataError if
@@ -183,10 +188,11 @@ class LocalData:
         names = tuple(dict.fromkeys((*known, *labels)))
         if len(names) > len(self.classes) + MAX_OWN_CLASSES:
             raise DataError(f"more than {MAX_OWN_CLASSES} classes of this device's own", where=str(self.added_path))
-        if old is not None and old.classes != names:
-            samples.save(self.added_path, Samples(old.x, old.y, classes=names))
-        y = np.array([names.index(label) for label in labels], np.int64)
-        return len(samples.append(self.added_path, Samples(x, y, classes=names)))
+        whole = Samples(x, np.array([names.index(label) for label in labels], np.int64), classes=names)
+        if old is not None:
+            whole = samples.joined(Samples(old.x, old.y, classes=names), whole, str(self.added_path))
+        samples.save(self.added_path, whole)
+        return len(whole)
 
     def added_at(self) -> int:
         """When samples were added last, for comparison; 0: never."""
@@ -194,8 +200,7 @@ class LocalData:
 
     def added(self) -> int:
         """How many samples were added."""
-        added = self._load_added()[0]
-        return 0 if added is None else len(added)
+        return samples.count_and_classes(self.added_path)[0] if self.added_path.exists() else 0
 
     def _load_added(self) -> tuple[Samples | None, tuple[str, ...]]:
         """(added samples, names of all classes)."""
@@ -206,7 +211,7 @@ class LocalData:
         if self.task is not None:
             return samples.load(self.added_path, dtype=self.dtype, outputs=self.outputs), ()
         added = samples.load(self.added_path, dtype=self.dtype)
-        names = tuple(dict.fromkeys((*self.classes, *(added.classes or ()))))
+        names = self._named(added.classes)
         if added.classes is None or added.classes == names:
             return Samples(added.x, added.y, classes=names), names
         index = np.array([names.index(name) for name in added.classes], np.int64)

@@ -200,12 +200,22 @@ def append(path: Path, samples: Samples) -> Samples:
         raise DataError("cannot take new samples", where=str(path), expected="a .npz file")
     if path.exists():
         old = load(path, dtype=samples.x.dtype.name, outputs=samples.outputs or None)
-        samples = _joined(old, samples, str(path))
+        samples = joined(old, samples, str(path))
     save(path, samples)
     return samples
 
 
-def _joined(old: Samples, new: Samples, where: str) -> Samples:
+def count_and_classes(path: Path) -> tuple[int, tuple[str, ...] | None]:
+    """How many samples a .npz has, and its names of classes if it has any, without reading the samples. Raises
+    DataError."""
+    from fleet_core.data.readers import npz
+
+    count, classes = npz.rows_and_classes(path, LIMIT_BYTES)
+    return count, _class_names(classes, str(path))
+
+
+def joined(old: Samples, new: Samples, where: str) -> Samples:
+    """The rows of both. Raises DataError when they do not fit."""
     if old.x.shape[1:] != new.x.shape[1:] or old.x.dtype != new.x.dtype:
         raise DataError(
             f"a new sample is {new.x.dtype} {new.x.shape[1:]}", where=where, expected=f"{old.x.dtype} {old.x.shape[1:]}"
