@@ -38,13 +38,12 @@ class Node:
 @dataclass(frozen=True, eq=False)
 class Process:
     """A node's posterior. rows: int64 indices of its samples. alpha: float64 [S], K⁻¹ times the posterior mean.
-    lower: L of B = 1 + √ω K √ω = L Lᵀ. root: √ω."""
+    whitening: L⁻¹ √ω, float64 [S, S], where 1 + √ω K √ω = L Lᵀ."""
 
     node: Node
     rows: Array
     alpha: Array
-    lower: Array
-    root: Array
+    whitening: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +69,8 @@ class Processes:
             own = np.flatnonzero(np.isin(y, node.left + node.right))
             side = np.where(np.isin(y[own], node.left), 1.0, -1.0)
             k = kernel(z[own], z[own], how)
-            root = np.sqrt(augmentation(k, side, how.augmentation_steps))
-            lower, alpha = _posterior(k, side, root)
-            nodes.append(Process(node, own, alpha, lower, root))
+            whitening, alpha = _posterior(k, side, augmentation(k, side, how.augmentation_steps))
+            nodes.append(Process(node, own, alpha, whitening))
         return cls(z, tuple(map(int, np.unique(y))), tuple(nodes), classes, how)
 
     def probabilities(self, z_nD: Array) -> Array:
@@ -83,8 +81,8 @@ class Processes:
         for process in self.nodes:
             k_nS = kernel(z, self.z[process.rows], self.how)
             mean = k_nS @ process.alpha
-            explained = np.linalg.solve(process.lower, process.root[:, None] * k_nS.T)
-            deviation = np.sqrt(np.maximum(_prior_variance(z, self.how) - np.square(explained).sum(0), 0))
+            explained = np.square(process.whitening @ k_nS.T).sum(0)
+            deviation = np.sqrt(np.maximum(_prior_variance(z, self.how) - explained, 0))
             left = _sigmoid(mean[:, None] + np.sqrt(2) * deviation[:, None] * POINTS) @ HEIGHTS / np.sqrt(np.pi)
             product[:, list(process.node.left)] *= left[:, None]
             product[:, list(process.node.right)] *= 1 - left[:, None]
@@ -131,20 +129,20 @@ def augmentation(k_SS: Array, side_S: Array, steps: int) -> Array:
     """ω [S] after ``steps`` updates from 1/4, its value for f = 0. side_S: 1 or −1."""
     omega = np.full(len(side_S), 0.25)
     for _ in range(steps):
-        root = np.sqrt(omega)
-        lower, alpha = _posterior(k_SS, side_S, root)
-        explained = np.linalg.solve(lower, root[:, None] * k_SS)
-        square = np.square(k_SS @ alpha) + np.maximum(np.diag(k_SS) - np.square(explained).sum(0), 0)
+        whitening, alpha = _posterior(k_SS, side_S, omega)
+        explained = np.square(whitening @ k_SS).sum(0)
+        square = np.square(k_SS @ alpha) + np.maximum(np.diag(k_SS) - explained, 0)
         c = np.sqrt(np.maximum(square, 1e-12))
         omega = np.tanh(c / 2) / (2 * c)
     return omega
 
 
-def _posterior(k_SS: Array, side_S: Array, root_S: Array) -> tuple[Array, Array]:
-    """(L, α); the posterior mean of f is K α."""
+def _posterior(k_SS: Array, side_S: Array, omega_S: Array) -> tuple[Array, Array]:
+    """(the whitening, α); the posterior mean of f is K α."""
+    root_S = np.sqrt(omega_S)
     lower = np.linalg.cholesky(np.eye(len(root_S)) + root_S[:, None] * k_SS * root_S)
-    inner = np.linalg.solve(lower.T, np.linalg.solve(lower, side_S / (2 * root_S)))
-    return lower, root_S * inner
+    whitening = np.linalg.inv(lower) * root_S
+    return whitening, whitening.T @ (whitening @ (side_S / (2 * omega_S)))
 
 
 def _sigmoid(value: Array) -> Array:
