@@ -15,7 +15,6 @@ from edge_agent.compute.onnx_session import Session
 from edge_agent.device.local_samples import LocalData
 from edge_agent.inference.predictor import Predictor
 from fleet_core.base.errors import FleetError, StateError
-from fleet_core.data.samples import Samples
 from fleet_core.model.graph_bundle import Graph
 from fleet_core.protocol.device_messages import Alone, Evaluation
 from fleet_core.tasks import calibration
@@ -66,12 +65,13 @@ class WorseModel(StateError):
 class Evaluator:
     """Confusion counts of predictors, or measures of a task, on the held-back samples, computed once per predictor.
 
-    Session outputs are cached, so that after one more labelled sample only that sample is embedded. Several threads may
-    ask.
+    Session outputs are cached, so that after one more labelled sample only that sample is embedded and the recording is
+    not read again. Several threads may ask.
     """
 
     def __init__(self) -> None:
         self._stamp = ""
+        self._truths: Array | None = None  # of the held-back samples; none if nothing is held back
         self._outputs: WeakKeyDictionary[Session, Array] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[Predictor, Array | Measured] = WeakKeyDictionary()
         self._gaps: WeakKeyDictionary[Predictor, Array] = WeakKeyDictionary()
@@ -97,21 +97,22 @@ class Evaluator:
                 self._counts.clear()
                 self._gaps.clear()
                 self._outputs.clear()
+                self._truths = None
             if predictor not in self._counts:
-                samples = data.held_back()
-                if samples is None or not len(samples):
+                truths, answers = self._answered(predictor, data)
+                if not len(truths):
                     return None
-                self._count(predictor, data, samples)
+                self._count(predictor, data, truths, answers)
             return self._counts[predictor]
 
-    def _count(self, predictor: Predictor, data: LocalData, samples: Samples) -> None:
-        answers, n = self._answers(predictor, samples.x), len(data.classes)
+    def _count(self, predictor: Predictor, data: LocalData, truths: Array, answers: Array) -> None:
+        n = len(data.classes)
         if data.task is not None:
-            self._counts[predictor] = data.task.measured(samples.y, answers)
+            self._counts[predictor] = data.task.measured(truths, answers)
             return
         label, counts = answers[:, :n].argmax(1), np.zeros((n, n), np.int64)
-        np.add.at(counts, (samples.y, label), 1)
-        self._gaps[predictor] = calibration.gaps(answers[:, :n].max(1), label == samples.y)
+        np.add.at(counts, (truths, label), 1)
+        self._gaps[predictor] = calibration.gaps(answers[:, :n].max(1), label == truths)
         self._counts[predictor] = counts
 
     def calibration_error(self, predictor: Predictor) -> float | None:
@@ -152,14 +153,24 @@ class Evaluator:
         """How both answer if ``new`` loses more than ``worse_by`` to ``before``; else empty."""
         return why_worse(self.held_back(new, data), self.held_back(before, data), worse_by)
 
-    def _answers(self, predictor: Predictor, x: Array) -> Array:
+    def _answered(self, predictor: Predictor, data: LocalData) -> tuple[Array, Array]:
+        """The truths of the held-back samples and the answers to them. The samples are read if a session has not run on
+        them yet; both are empty if nothing is held back."""
+        encoder, x = predictor.encoder or predictor.session, None
+        if self._truths is None or (len(self._truths) and not {predictor.session, encoder} <= set(self._outputs)):
+            samples = data.held_back()
+            self._truths, x = (np.zeros(0), None) if samples is None else (samples.y, samples.x)
+        if not len(self._truths):
+            return self._truths, self._truths
         out = self._run(predictor.session, x)
-        z = out if predictor.encoder is None else self._run(predictor.encoder, x)
-        return predictor.of_outputs(out, z)[0]
+        z = out if encoder is predictor.session else self._run(encoder, x)
+        return self._truths, predictor.of_outputs(out, z)[0]
 
-    def _run(self, session: Session, x: Array) -> Array:
+    def _run(self, session: Session, x: Array | None) -> Array:
+        """The session's output on the held-back samples. x: needed unless the output is cached."""
         output = self._outputs.get(session)
-        if output is None:
+        if output is None or (x is not None and len(output) != len(x)):
+            assert x is not None
             output = session.run(x)
             if output.size <= MAX_CACHED:
                 self._outputs[session] = output

@@ -14,6 +14,7 @@ import pytest
 
 from edge_agent.commands import device_commands
 from edge_agent.compute import adapter
+from edge_agent.device.local_samples import LocalData
 from edge_agent.device.slots import Slots
 from edge_agent.http.http_messages import Head, Request
 from edge_agent.http.inference_protocol import InferenceProtocol
@@ -157,6 +158,16 @@ def test_a_new_sample_still_costs_one_embedding(tmp_path: Path, monkeypatch: pyt
     seen = homes.counted_runs(monkeypatch)
     relearn.learn(service, X[1:2], ["b"])
     assert [count for count in seen if count != 4] == [1], "beside the check of its four golden samples"
+
+
+def test_after_a_new_sample_the_recording_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = device(tmp_path)
+    relearn.learn(service, X[:1], ["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalData, "held_back", lambda data: pytest.fail("the recording was read"))
+        relearn.learn(service, X[1:2], ["a"])
+        found = accuracy(service)
+    assert found == accuracy(homes.restored(service.slots.folder.parent))
 
 
 # A way that a person chooses ------------------------------------------------------------------------------------------
