@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from fleet_core.base.errors import DataError, StateError
 ID = r"[0-9a-f]{24}"
 MAX_SAMPLES = 10_000
 MAX_SAMPLE_BYTES = 1 << 26
+LAST = ".last"
+"""The file with the id of the sample that was added last."""
 BLOCK = 4096
 SUFFIX = ".safetensors"
 LABELLING = ".labelling-"
@@ -40,6 +43,25 @@ class Stored:
     x: np.ndarray[Any, Any]
 
 
+@dataclass
+class Listing:
+    """The files of a buffer as this process knows them. sizes: bytes on disk by name, oldest first. total: of all.
+    as_of: the state of the folder after this process's last sample, as ``SampleBuffer._state``; None: not known."""
+
+    sizes: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    total: int = 0
+    as_of: tuple[int, str] | None = None
+
+    def put(self, name: str, size: int) -> None:
+        self.sizes[name] = size
+        self.total += size
+
+    def drop_oldest(self) -> str:
+        name, size = self.sizes.popitem(last=False)
+        self.total -= size
+        return name
+
+
 @dataclass(frozen=True)
 class SampleBuffer:
     """max_bytes: of disk, each file rounded up to ``BLOCK``. max_age_s: seconds after which a sample is removed. clock:
@@ -49,8 +71,8 @@ class SampleBuffer:
     max_bytes: int
     max_age_s: float
     clock: Callable[[], float] = time.time
-    _sizes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
-    """Bytes on disk of files by name: a full buffer has thousands, and they do not change."""
+    _listing: Listing = field(default_factory=Listing, repr=False, compare=False)
+    """A full buffer has thousands of files: they are listed again only if another process changed the folder."""
 
     def add(self, x: np.ndarray[Any, Any], taken_at: float | None = None) -> str:
         """Stores a raw sample and returns its id; the oldest ones go where a limit is passed. taken_at: Unix seconds;
@@ -64,12 +86,17 @@ class SampleBuffer:
             )  # fmt: skip
         now = self.clock()
         with storage.locked(self.folder):
-            files = self._files()
-            latest = int(files[-1][:16], 16) if files else 0
+            files = self._listed()
+            latest = int(next(reversed(files.sizes))[:16], 16) if files.sizes else 0
             name = f"{max(latest + 1, int(now * 1e9)):016x}{secrets.token_hex(4)}"
+            files.as_of = None  # listed again if what follows fails
             self._make_room(files, now, size)
             stored_time = {"time": repr(float(now if taken_at is None else taken_at))}
             storage.write_arrays(self.folder / (name + SUFFIX), {"x": x}, stored_time, mode=0o600, durable=False)
+            files.put(name + SUFFIX, self._size(name + SUFFIX))
+            with contextlib.suppress(OSError):  # without it the files are listed again
+                (self.folder / LAST).write_text(name)
+            files.as_of = self._state()
         return name
 
     def ids(self) -> list[str]:
@@ -135,18 +162,33 @@ class SampleBuffer:
     def _oldest_kept(self, now: float) -> str:
         return f"{max(0, int((now - self.max_age_s) * 1e9)):016x}"
 
-    def _make_room(self, files: list[str], now: float, size: int) -> None:
+    def _listed(self) -> Listing:
+        """The files that are there; needs the lock."""
+        found = self._listing
+        if found.as_of is None or found.as_of != self._state():
+            known = dict(found.sizes)
+            found.sizes.clear()
+            found.total = 0
+            for name in self._files():
+                found.put(name, known[name] if name in known else self._size(name))
+        return found
+
+    def _state(self) -> tuple[int, str]:
+        """When the folder changed, and the last sample that was added: the file system's clock may be too coarse to
+        tell two samples apart."""
+        try:
+            return self.folder.stat().st_mtime_ns, (self.folder / LAST).read_text()
+        except (OSError, ValueError):
+            return 0, ""
+
+    def _make_room(self, files: Listing, now: float, size: int) -> None:
         """Removes old samples until another one of ``size`` bytes fits."""
-        oldest, known = self._oldest_kept(now), self._sizes
-        sizes = {name: known[name] if name in known else self._size(name) for name in files}
-        total, number = sum(sizes.values()), len(files)
-        for name in files:
-            if name >= oldest and total + size <= self.max_bytes and number < MAX_SAMPLES:
+        oldest = self._oldest_kept(now)
+        while files.sizes:
+            fits = files.total + size <= self.max_bytes and len(files.sizes) < MAX_SAMPLES
+            if fits and next(iter(files.sizes)) >= oldest:
                 break
-            (self.folder / name).unlink(missing_ok=True)
-            total, number = total - sizes.pop(name), number - 1
-        self._sizes.clear()
-        self._sizes.update(sizes)
+            (self.folder / files.drop_oldest()).unlink(missing_ok=True)
 
     def _size(self, name: str) -> int:
         """Bytes on disk; 0 for a file that is gone."""

@@ -157,3 +157,28 @@ def test_files_of_another_process_count_and_each_is_measured_once(
     assert len(measured) == len(set(measured)) <= 4
     assert here.ids() == names[-len(here.ids()) :]
     assert sum(path.stat().st_size for path in here.folder.glob("*.safetensors")) <= 8 * BLOCK
+
+
+def test_a_full_buffer_is_listed_again_only_after_a_change_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, there, listed = buffer(tmp_path, blocks=10), buffer(tmp_path, blocks=10), list[str]()
+    names, real = [held.add(X) for _ in range(20)], SampleBuffer._files
+
+    def noted(self: SampleBuffer) -> list[str]:
+        listed.append("now")
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleBuffer, "_files", noted)
+        names += [held.add(X) for _ in range(20)]
+        assert listed == []
+        names.append(there.add(X))
+        listed.clear()
+        names += [held.add(X) for _ in range(3)]
+        assert listed == ["now"]
+        (held.folder / sample_buffer.LAST).unlink()
+        names.append(held.add(X))
+        assert listed == ["now"] * 2
+    assert held.ids() == names[-len(held.ids()) :]
+    assert sum(path.stat().st_size for path in held.folder.glob("*.safetensors")) <= 10 * BLOCK
