@@ -45,7 +45,7 @@ PASS_BYTES = 12 << 20
 """Bytes that the operations of one pass may output; it determines the samples per pass."""
 
 HEAD_PASS = 64
-"""Samples per pass if only the head is adapted: as many as a device embeds at once."""
+"""Samples per pass if only the head is adapted."""
 
 MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Layers that mix the samples of a pass. With them a pass takes ``CHUNK`` samples, as torch does."""

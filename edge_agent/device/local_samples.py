@@ -113,8 +113,10 @@ class LocalData:
 
     def names(self) -> tuple[str, ...]:
         """The fleet's classes, then the device's own."""
-        if self.task is not None or not self.added_path.exists():
-            return self._load_added()[1]
+        if isinstance(self.task, Anomaly) or not self.added_path.exists():
+            return self.labels
+        if self.task is not None:
+            return ()
         return self._named(samples.count_and_classes(self.added_path)[1])
 
     def _named(self, of_file: Sequence[str] | None) -> tuple[str, ...]:

@@ -94,8 +94,8 @@ class SampleBuffer:
             stored_time = {"time": repr(float(now if taken_at is None else taken_at))}
             storage.write_arrays(self.folder / (name + SUFFIX), {"x": x}, stored_time, mode=0o600, durable=False)
             files.put(name + SUFFIX, self._size(name + SUFFIX))
-            with contextlib.suppress(OSError):  # without it the files are listed again
-                (self.folder / LAST).write_text(name)
+            with contextlib.suppress(StateError):  # without it the files are listed again
+                storage.write_atomic(self.folder / LAST, name.encode(), mode=0o600, durable=False)
             files.as_of = self._state()
         return name
 
@@ -173,13 +173,13 @@ class SampleBuffer:
                 found.put(name, known[name] if name in known else self._size(name))
         return found
 
-    def _state(self) -> tuple[int, str]:
+    def _state(self) -> tuple[int, str] | None:
         """When the folder changed, and the last sample that was added: the file system's clock may be too coarse to
-        tell two samples apart."""
+        tell two samples apart. None if it cannot be read; the files are then listed again."""
         try:
             return self.folder.stat().st_mtime_ns, (self.folder / LAST).read_text()
         except (OSError, ValueError):
-            return 0, ""
+            return None
 
     def _make_room(self, files: Listing, now: float, size: int) -> None:
         """Removes old samples until another one of ``size`` bytes fits."""

@@ -34,8 +34,8 @@ from fleet_core.personalization.bundle_format import Bundle
 
 Array = np.ndarray[Any, Any]
 
-OTHER_BATCHES = 2 * BATCH + 1
-"""Samples that a device answers in whole batches and one of a single sample."""
+CHECKED_SAMPLES = 2 * BATCH + 1
+"""A device answers so many in whole batches and one of a single sample."""
 
 SUPPORT_REPEATS = 65
 """Repetitions of the golden samples in a larger support set: more samples than any graph takes in a pass."""
@@ -91,7 +91,7 @@ def _check_golden(graph: Graph) -> None:
 
 def _check_other_batches(graph: Graph, kind: str) -> float:
     """The largest error of the golden outputs in batches of other sizes."""
-    rows = np.arange(OTHER_BATCHES) % len(graph.golden["x"])
+    rows = np.arange(CHECKED_SAMPLES) % len(graph.golden["x"])
     session = open_kind(graph, kind, graph.layout.seeded(graph.info.seed))
     got, wanted = _outputs(kind, session, graph.golden["x"][rows]), graph.golden[kind][rows]
     if got.shape != wanted.shape or not np.allclose(got, wanted, atol=graph.info.atol, rtol=graph.info.rtol):
