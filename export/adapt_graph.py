@@ -45,7 +45,11 @@ PASS_BYTES = 12 << 20
 """Bytes that the operations of one pass may output; it determines the samples per pass."""
 
 HEAD_PASS = 64
-"""Samples per pass if only the head is adapted."""
+"""Samples per pass of the steps if only the head is adapted. Their embeddings are small."""
+
+EMBEDDED_AT_ONCE = 4
+"""Samples that the body then embeds at a time. More need more memory, and for a large model more time
+(benchmarks/on_device/batches.json)."""
 
 MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Layers that mix the samples of a pass. With them a pass takes ``CHUNK`` samples, as torch does."""
@@ -111,8 +115,8 @@ def export_adapt(
     else:
         x = torch.tensor(samples(layout.input, TRACED_SAMPLES, seed))
         gradient, sample_bytes = _gradient(layout, _logits(network), _keys(layout, MODEL_GROUPS), adapted, x)
-    number = _samples_per_pass(network, groups, sample_bytes)
-    graph = Loops(layout, adapted, rates=rates, number=number).graph(gradient, body)
+    at_once = _samples_at_once(network, groups, sample_bytes)
+    graph = Loops(layout, adapted, rates=rates, at_once=at_once).graph(gradient, body)
     model = helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[helper.make_opsetid("", OPSET)])
     return bytes(model.SerializeToString(deterministic=True))
 
@@ -130,10 +134,12 @@ def _check_groups(network: Network, layout: Layout, groups: tuple[str, ...]) -> 
         raise BundleError(f"the model '{layout.model}' has {layers}, whose steps cannot be exported", hint=INSTEAD)
 
 
-def _samples_per_pass(network: Network, groups: tuple[str, ...], sample_bytes: int) -> int:
-    if any(isinstance(module, MIXING) for module in network.modules()):
-        return CHUNK
-    return HEAD_PASS if groups == HEAD else max(1, min(CHUNK, PASS_BYTES // sample_bytes))
+def _samples_at_once(network: Network, groups: tuple[str, ...], sample_bytes: int) -> dict[str, int]:
+    """As ``Loops`` takes it."""
+    mixes = any(isinstance(module, MIXING) for module in network.modules())
+    if groups == HEAD:
+        return {"pass": CHUNK if mixes else HEAD_PASS, "embedding": CHUNK if mixes else EMBEDDED_AT_ONCE}
+    return {"pass": CHUNK if mixes else max(1, min(CHUNK, PASS_BYTES // sample_bytes))}
 
 
 def _keys(layout: Layout, groups: tuple[str, ...]) -> list[str]:

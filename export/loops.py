@@ -9,7 +9,7 @@ An ONNX subgraph sees the names around it, so every value in the file has a uniq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 from fleet_core.model.layout import Layout
 
-PASS = "constant/pass"
-"""The initializer with the number of samples per pass."""
+PASS = "pass/number"
+"""The initializer with the number of samples per pass of the steps."""
 
 _TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int64": TensorProto.INT64}
 
 
 class Loops:
-    """Builds the graph ``adapt``. adapted: keys of the parameters whose gradient is computed. number: samples per
-    pass."""
+    """Builds the graph ``adapt``. adapted: keys of the parameters whose gradient is computed. at_once: samples per pass
+    of the steps, ``pass``, and of the body, ``embedding``, if it embeds before the steps."""
 
-    def __init__(self, layout: Layout, adapted: list[str], *, rates: bool, number: int) -> None:
-        self._layout, self._adapted, self._rates, self._number = layout, adapted, rates, number
+    def __init__(self, layout: Layout, adapted: list[str], *, rates: bool, at_once: Mapping[str, int]) -> None:
+        self._layout, self._adapted, self._rates, self._at_once = layout, adapted, rates, at_once
         self._shapes = {f"{t.group}/{t.name}": t.shape for t in layout.tensors}
 
     def graph(self, gradient: onnx.GraphProto, embed: onnx.GraphProto | None) -> onnx.GraphProto:
@@ -40,8 +40,7 @@ class Loops:
             _node("Shape", ["support_y"], "support/sizes", **({"end": 1} if truths else {})),
             _node("Squeeze", ["support/sizes"], "support/size"),
             _node("Cast", ["support/size"], "support/number", to=TensorProto.FLOAT),
-            _node("Add", ["support/size", "constant/rest"], "support/rounded"),
-            _node("Div", ["support/rounded", PASS], "support/passes"),
+            *_passes("pass"),
             *([] if embed is None else _embedded(embed)),
             *self._rate_nodes(),
             *(_node("ConstantOfShape", [f"shape/{key}"], f"zero/{key}") for key in self._adapted),
@@ -67,7 +66,7 @@ class Loops:
         """The loop body now -> next: now − rate · Σ gradient."""
         one_pass = self._pass(gradient, source)
         zeros = [f"zero/{key}" for key in self._adapted]
-        nodes = [helper.make_node("Loop", ["support/passes", "", *zeros], self._named("total"), body=one_pass)]
+        nodes = [helper.make_node("Loop", ["pass/passes", "", *zeros], self._named("total"), body=one_pass)]
         for key in self._adapted:
             rate = f"rate/{key}" if self._rates else "rate"
             nodes.append(_node("Mul", [rate, f"total/{key}"], f"change/{key}"))
@@ -81,8 +80,9 @@ class Loops:
         return _body("pass", nodes, self._infos("sum"), self._infos("added"), list(gradient.initializer))
 
     def _constants(self) -> list[TensorProto]:
-        number = self._number
-        whole = {PASS: number, "constant/rest": number - 1, "constant/width": [number], "constant/first": [0]}
+        whole: dict[str, int | list[int]] = {"constant/first": [0]}
+        for loop, number in self._at_once.items():
+            whole |= {f"{loop}/number": number, f"{loop}/rest": number - 1, f"{loop}/width": [number]}
         arrays = {name: np.array(value, np.int64) for name, value in whole.items()}
         arrays |= {f"shape/{key}": np.array(self._shapes[key], np.int64) for key in self._adapted}
         return [numpy_helper.from_array(array, name) for name, array in arrays.items()]
@@ -107,9 +107,18 @@ def _embedded(embed: onnx.GraphProto) -> list[onnx.NodeProto]:
     nodes = [*_turn("embedding", {embed.input[0].name: "support_x"}), *embed.node, insert]
     loop = _body("embedding", nodes, [before], [after])
     return [
+        *_passes("embedding"),
         _node("SequenceEmpty", [], "embedding/none", dtype=TensorProto.FLOAT),
-        helper.make_node("Loop", ["support/passes", "", "embedding/none"], ["embedding/all"], body=loop),
+        helper.make_node("Loop", ["embedding/passes", "", "embedding/none"], ["embedding/all"], body=loop),
         _node("ConcatFromSequence", ["embedding/all"], "support/z", axis=0),
+    ]
+
+
+def _passes(loop: str) -> list[onnx.NodeProto]:
+    """The number of a loop's passes over the support set."""
+    return [
+        _node("Add", ["support/size", f"{loop}/rest"], f"{loop}/rounded"),
+        _node("Div", [f"{loop}/rounded", f"{loop}/number"], f"{loop}/passes"),
     ]
 
 
@@ -117,8 +126,8 @@ def _turn(loop: str, parts: dict[str, str]) -> list[onnx.NodeProto]:
     """Slices the samples of a loop's turn. parts: {name of the slice: what it is cut from}."""
     bounds = [f"{loop}/start", f"{loop}/end", "constant/first"]
     return [
-        _node("Mul", [f"{loop}/turn", "constant/width"], f"{loop}/start"),
-        _node("Add", [f"{loop}/start", "constant/width"], f"{loop}/end"),
+        _node("Mul", [f"{loop}/turn", f"{loop}/width"], f"{loop}/start"),
+        _node("Add", [f"{loop}/start", f"{loop}/width"], f"{loop}/end"),
         *(_node("Slice", [source, *bounds], name) for name, source in parts.items()),
     ]
 

@@ -143,8 +143,8 @@ class Service:
         with self._changing:
             parameters = hyper_of(method, hyper)
             plan = self.plan(method, parameters, trainer=trainer)
-            unpersonalized = unpersonalized_predictor(self.checked_graph(), method, weights)
             served = self._staged(method, hyper, parameters, weights)
+            unpersonalized = unpersonalized_predictor(served.graph, method, served.weights)
             personal = self._from_samples(plan, served) if plan.kind in EMBEDS else None
             self.method, self.model, self.round = method, weights.model, weights.round
             self._unpersonalized, self._last_checked = unpersonalized, None
@@ -190,13 +190,14 @@ class Service:
         return adapter.job(graph, f"slots/{slot}/serve", model, self.local(), plan.steps, plan.rate)
 
     def _staged(self, method: Method, hyper: Mapping[str, Any], parameters: Any, weights: Weights) -> Served:
-        """Writes the new weights to the slot that does not answer. parameters: ``hyper`` as the method reads it."""
+        """Writes the new weights to the slot that does not answer, and maps them from there: sessions then share the
+        file's pages instead of each holding a copy. parameters: ``hyper`` as the method reads it."""
         graph, graph_id = self.checked_graph(), self.graph_id or ""
         with_facts = replace(weights, facts=facts_of(method.name, hyper, graph_id))
         with self.slots.writing():
-            served = Served(self.slots.other(), method, parameters, with_facts, graph_id, graph)
-            self.slots.stage(served.slot, with_facts)
-        return served
+            slot = self.slots.other()
+            self.slots.stage(slot, with_facts)
+        return Served(slot, method, parameters, self.slots.weights(slot) or with_facts, graph_id, graph)
 
     def _from_samples(self, plan: Plan, served: Served) -> Personalization:
         cached = None if self.answering is None else self.stored.personalization(self.answering.slot)

@@ -28,10 +28,6 @@ Array = np.ndarray[Any, Any]
 Function = Callable[[dict[str, Array]], Mapping[str, Array]]
 """An opened graph: inputs to outputs, by name."""
 
-PASS = 256
-"""Samples per pass over a whole data set."""
-
-
 NEAR_ZERO = 1e-2
 """Share of the largest golden norm below which a gradient counts as zero: one that cancels (that of a bias before
 GroupNorm) consists of rounding alone."""
@@ -171,7 +167,7 @@ class GraphSteps:
             embed = self._opened.embed
             if embed is None:
                 raise BundleError("class means need the fleet's graph 'embed'")
-            z = np.concatenate([embed(model, self._x[i : i + PASS]) for i in range(0, len(self._x), PASS)])
+            z = embed(model, self._x)
             member = (self._y[:, None] == np.arange(self._classes)).astype(np.float32)
             return 0.0, {**model, "prototypes": {"count": member.sum(0), "total": member.T @ z}}
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from edge_agent.compute import adapter
+from edge_agent.compute.onnx_session import _immutable
 from edge_agent.device.local_samples import few_labels
 from edge_agent.device.slots import Slots
 from edge_agent.device.state import DeviceState
@@ -145,6 +146,18 @@ def test_device_toml_decides_if_nothing_was_chosen(tmp_path: Path) -> None:
 
 
 # What they cost -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [HEADED, HEADLESS])
+def test_a_new_model_is_held_once_in_the_pages_of_its_file(tmp_path: Path, method: str) -> None:
+    service = device(tmp_path, method)
+    weights = homes.weights_of(homes.served_weights(method, factor=2.1), 2)
+    service.load(METHODS[method], {}, weights)
+    assert service.answering is not None
+    assert (service.answering.round, service.answering.how) == (2, "none" if method == HEADED else "proto")
+    arrays = service.answering.predictor.session._weights.values()
+    assert arrays
+    assert all(_immutable(array) is array for array in arrays), "no array is a copy"
 
 
 @pytest.mark.parametrize("way", EMBED)
