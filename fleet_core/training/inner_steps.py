@@ -5,7 +5,8 @@ A gradient is a function of named arrays that returns the loss and its gradient,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fleet_core.base import trees
@@ -16,17 +17,17 @@ Product = Callable[[Params, Params], Params]
 """(w, v) ↦ H(w) v, or an estimate."""
 
 
-def path(gradient: Gradient, at: Params, lr: float, steps: int) -> list[Params]:
+def path(gradient: Gradient, at: Params, lr: float, steps: int) -> Iterator[Params]:
     """The steps + 1 points of ``steps`` SGD steps from ``at``, starting with ``at``."""
-    points = [at]
+    yield at
     for _ in range(steps):
-        points.append(trees.axpy(-lr, gradient(points[-1])[1], points[-1]))
-    return points
+        at = trees.axpy(-lr, gradient(at)[1], at)
+        yield at
 
 
 def first_order(support: Gradient, query: Gradient, lr: float, steps: int) -> Gradient:
     """∇query at T(w), T = ``steps`` SGD steps on ``support`` at rate ``lr``."""
-    return lambda at: query(path(support, at, lr, steps)[-1])
+    return lambda at: query(deque(path(support, at, lr, steps), maxlen=1)[0])
 
 
 def with_hessian(support: Gradient, query: Gradient, lr: float, steps: int, product: Product) -> Gradient:
@@ -34,7 +35,7 @@ def with_hessian(support: Gradient, query: Gradient, lr: float, steps: int, prod
     ∇_w query(T(w))."""
 
     def gradient(at: Params) -> tuple[Any, Params]:
-        points = path(support, at, lr, steps)
+        points = list(path(support, at, lr, steps))
         value, v = query(points[-1])
         for w in reversed(points[:-1]):
             v = trees.axpy(-lr, product(w, v), v)
