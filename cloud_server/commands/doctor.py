@@ -22,7 +22,8 @@ from fleet_core.base.errors import LinkError
 from fleet_core.base.processes import typed
 
 EXTRAS = {
-    "train": (("torch",), "demo, simulate, advise"), "export": (("torch", "onnx", "onnxscript"), "init, export, demo"),
+    "train": (("torch",), "demo, simulate, advise, plan of an experiment"),
+    "export": (("torch", "onnx", "onnxscript"), "init, export, demo, backbone"),
     "broker": (("amqtt",), "a broker without mosquitto"), "images": (("PIL",), "samples from images"),
     "lab": (("matplotlib",), "the charts of compare"), "flash": (("uv", "yaml"), "flash"),
     "monitor": (("prometheus_client",), "metrics"), "console": (("starlette", "uvicorn"), "console"),

@@ -14,10 +14,10 @@ import typer
 
 from cloud_server.devices.devices import JSON
 from fleet_core.base import processes, terminal
-from fleet_core.base.errors import ConfigError
+from fleet_core.base.errors import ConfigError, installed
 
 if TYPE_CHECKING:
-    from cloud_server.laboratory.plan.planned_bytes import Asked
+    from cloud_server.laboratory.plan.planned_bytes import Asked, Rehearsed
     from cloud_server.laboratory.plan.planned_costs import Planned
     from cloud_server.laboratory.plan.workload import Workload
     from cloud_server.records.fleet_folder import Fleet
@@ -39,7 +39,6 @@ def plan(
 ) -> None:
     """Estimate the bytes, operations, computing time and joules of a run before it starts."""
     from cloud_server.laboratory.plan import planned_costs
-    from cloud_server.laboratory.run import rehearsal
     from cloud_server.results import result
     from fleet_core.base import config
     from fleet_core.board import catalogue
@@ -53,17 +52,22 @@ def plan(
         asked, named, own = _of_experiment(file, devices)
         board = board or named
     profile = catalogue.load(board) if board else None
-    found = [planned_costs.planned(one, profile, partial(rehearsal.rehearsed, own=own)) for one in asked]
+    found = [planned_costs.planned(one, profile, partial(_rehearsed, own=own)) for one in asked]
     if as_json:
         return terminal.show([result.plain(one) for one in found])
     _print(found)
+
+
+def _rehearsed(asked: Asked, flops: float, own: Workload | None) -> Rehearsed:
+    from cloud_server.laboratory.run import rehearsal  # needs torch, as ``flops`` did
+
+    return rehearsal.rehearsed(asked, flops, own)
 
 
 def _of_fleet(file: Path, devices: int | None, data: str | None) -> tuple[list[Asked], Workload | None]:
     """(the plan, the samples for a rehearsal). Raises ConfigError if it is unknown how many devices there will be, and
     DataError."""
     from cloud_server.laboratory.plan.planned_bytes import Asked
-    from cloud_server.laboratory.run import rehearsal
     from cloud_server.records.fleet_folder import Fleet, method_of
     from cloud_server.records.fleet_settings import FleetConfig
     from fleet_core.base import config
@@ -76,7 +80,11 @@ def _of_fleet(file: Path, devices: int | None, data: str | None) -> tuple[list[A
     if not (devices or train):
         raise ConfigError("no device is enrolled yet", where=str(file), expected="--devices N")
     made = (file.parent / "weights.safetensors").exists()
-    own = None if data is None else rehearsal.divided(fleet.samples(layout, Path(data)), layout)
+    own = None
+    if data is not None:
+        with installed("train"):
+            from cloud_server.laboratory.run import rehearsal
+        own = rehearsal.divided(fleet.samples(layout, Path(data)), layout)
     return [Asked(
         label=settings.fleet.name, method=fleet.method, hyper=fleet.hyper, layout=layout, rounds=settings.fleet.rounds,
         devices=devices or train, newcomers=new, cohort=settings.fleet.cohort, codec_up=fleet.codec_up,
@@ -94,7 +102,8 @@ def _graph(fleet: Fleet) -> tuple[Layout, int | None]:
 
         data = fleet.graph_bytes()
         return graph_bundle.unpack(data).layout, len(data)
-    from fleet_core.learning import models
+    with installed("train"):
+        from fleet_core.learning import models
 
     model = fleet.config.model
     return models.describe(model.name, model.input, model.classes, model.options, model.task), None
@@ -118,8 +127,10 @@ def _of_experiment(file: Path, devices: int | None) -> (
     from cloud_server.laboratory.plan import experiment as experiments
     from cloud_server.laboratory.plan import workload as workloads
     from cloud_server.laboratory.plan.planned_bytes import Asked
-    from fleet_core.learning import models
     from fleet_core.model import select_arrays
+
+    with installed("train"):
+        from fleet_core.learning import models
 
     loaded = experiments.load(file)
     workload = workloads.build(loaded)

@@ -46,7 +46,8 @@ def path_of(name: str, own: Path | None = None) -> Path:
     if name not in known:
         raise ConfigError(
             f"unknown board '{name[:80]}'{schema.did_you_mean(name, known)}",
-            expected=f"one of {', '.join(known)}, or a file", hint="metafleet profiles",
+            expected=f"one of {', '.join(known)}, or a file" if known else "a file: no profiles are installed here",
+            hint="metafleet profiles" if known else "",
         )
     return known[name]
 

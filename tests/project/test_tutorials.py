@@ -95,8 +95,8 @@ def test_the_accelerometers_page_runs_on_made_up_recordings(tmp_path: Path) -> N
     movements(tmp_path / "readings.csv", {"press": 0, "saw": 1}, 30)
     movements(tmp_path / "press.csv", {"press": 2}, 40)
     movements(tmp_path / "saw.csv", {"saw": 3}, 40)
-    (tmp_path / "press").mkdir()
-    movements(tmp_path / "press" / "live.csv", {"press": 4}, 10, labelled=False)
+    for seed, machine in enumerate(("press", "saw"), 4):
+        movements(tmp_path / f"{machine}-live.csv", {machine: seed}, 10, labelled=False)
     said = followed(tmp_path, "accelerometer.md")
     windows = (500 - 64) // 32 + 1
     tried = said["edge-agent sources --try 2 --home press"]

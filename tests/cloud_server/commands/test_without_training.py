@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,10 @@ import pytest
 
 from benchmarks.console.made_fleet import MadeFleet
 from cloud_server.commands.doctor import EXTRAS
+from cloud_server.records.fleet_folder import Fleet
+from export.graph import export_graph
+from fleet_core.learning import models
+from fleet_core.model import graph_bundle
 
 pytestmark = pytest.mark.slow
 EXPERIMENT = """
@@ -49,6 +55,18 @@ def test_a_fleet_that_was_made_is_run_without_torch(arguments: list[str], fleet:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_plan_of_a_fleet_is_made_without_torch_and_says_what_is_missing(fleet: Path, tmp_path: Path) -> None:
+    made = shutil.copytree(fleet, tmp_path / "fleet")
+    model = Fleet.load(made).config.model
+    layout = models.describe(model.name, model.input, model.classes, model.options, model.task)
+    (made / "graph.safetensors").write_bytes(graph_bundle.pack(export_graph(layout)))
+    done = metafleet("plan", made, "--devices", 5, "--json")
+    assert done.returncode == 0, done.stderr
+    (planned,) = json.loads(done.stdout)
+    assert planned["payload_bytes"]["up"] > 0
+    assert "'torch' is not installed" in json.dumps(planned["absent"])
+
+
 def test_the_console_and_the_aggregator_load_no_torch() -> None:
     code = ("import sys; sys.modules.update(torch=None, onnx=None, onnxscript=None); "
             "import cloud_server.console.serve, cloud_server.running.aggregator_process, "
@@ -58,7 +76,7 @@ def test_the_console_and_the_aggregator_load_no_torch() -> None:
 
 @pytest.mark.parametrize("arguments", [
     ["init", "TO/made", "--data", "heartbeat"], ["simulate", "TO/experiment.toml", "--out", "TO/runs"],
-    ["advise", "heartbeat", "--out", "TO/advice"],
+    ["advise", "heartbeat", "--out", "TO/advice"], ["plan", "TO/experiment.toml"],
 ], ids=lambda one: one[0])
 def test_what_needs_torch_says_so(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "experiment.toml").write_text(EXPERIMENT)

@@ -122,7 +122,7 @@ STEP = f"next/{BIAS}"
         ("adapt", becomes(f"rate/{BIAS}", "Identity", "rates/head.head.bias"), "golden outputs after 1 steps"),
         ("adapt", at_most_one_step, "golden outputs after 10 steps"),
         ("adapt", becomes(f"rate/{BIAS}", "Div", "rates/head.head.bias", "four"), "samples repeated 65 times"),
-        ("adapt", becomes("support/passes", "Identity", "one"), "samples repeated 65 times"),
+        ("adapt", becomes("pass/passes", "Identity", "one"), "samples repeated 65 times"),
     ],
 )
 def test_a_graph_that_would_give_wrong_numbers_is_refused(graph: str, edit: Edit, complaint: str) -> None:
