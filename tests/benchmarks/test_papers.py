@@ -95,6 +95,8 @@ def small(path: Path) -> tuple[str, ...]:
         settings += [f"method.{number}.hyper.{key}={value}" for key, value in values.items() if key not in unread]
     if asked.model.name == "cnn-leaf":
         settings += ["model.options.channels=[2, 2]", "model.options.hidden=[4]"]
+    if asked.model.name == "char-lstm":
+        settings += ["model.options.width=4"]
     if asked.data.path:
         settings += [f"data.path={set_cache.home() / OWN}", "data.mean=[0.5]", "data.std=[0.5]"]  # one channel
     if asked.data.set == "synthetic":

@@ -71,9 +71,9 @@ options = {{ {self.options} }}
 {link}
 """
 
-    def created(self, folder: Path, **settings: Any) -> Fleet:
-        """With the graph for devices that train without torch. settings: of ``text``."""
-        return create_fleet(folder, self.text(**settings), _exported, packed)
+    def created(self, folder: Path, *, without_torch: bool = True, **settings: Any) -> Fleet:
+        """without_torch: with the graph for devices that train without torch. settings: of ``text``."""
+        return create_fleet(folder, self.text(**settings), _exported, packed if without_torch else None)
 
     def made(self, folder: Path, **settings: Any) -> World:
         return World(folder, self.created(folder / "fleet", **settings), LoopbackBroker())
@@ -81,7 +81,7 @@ options = {{ {self.options} }}
     def trained(self, folder: Path, *, engines: tuple[str, str] = ("torch", "torch"), **settings: Any) -> World:
         """The fleet after its last round, every model served and evaluated. Agents have a device.toml too. engines: of
         both devices."""
-        made = self.made(folder, **settings)
+        made = self.made(folder, without_torch="onnx" in engines, **settings)
         made.start_server()
         for number, (name, engine) in enumerate(zip(NAMES, engines, strict=True)):
             device = home(made, name)

@@ -139,6 +139,7 @@ def test_devices_side_by_side_and_padded_train_as_alone(name: str) -> None:
 def test_a_fleet_answers_better_than_the_mean_and_than_a_device_alone(loss: str) -> None:
     """In degrees, on samples that no device has seen; alone is ridge regression on the device's own raw samples."""
     fleet = fleet_of("fedavg", loss, local_steps=20, client_lr=0.1)
+    fleet.together = True
     for _ in range(40):
         fleet.round()
     later = [drawn(100, 100 + i) for i in range(DEVICES)]
@@ -161,6 +162,7 @@ def test_a_fleet_answers_better_than_the_mean_and_than_a_device_alone(loss: str)
 def test_fine_tuning_and_a_ridge_head_learn_a_new_devices_own_offset() -> None:
     hyper = {"local_steps": 20, "client_lr": 0.1, "inner_lr": 0.3, "inner_steps": 5}
     fleet = fleet_of("per-fedavg-fo", "squared", offsets=3.0, **hyper)
+    fleet.together = True
     for _ in range(40):
         fleet.round()
     own, later = drawn(30, 50, 9.0), drawn(200, 51, 9.0)
