@@ -7,6 +7,7 @@ after a restart trains the same arrays.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from fleet_core.model.layout import Layout
 from fleet_core.model.select_arrays import AUTO
 
 LARGEST_MOVE = 1e300
+SCHEDULE = "schedule"
+"""The ledger's fact: a round, and the schedule that it began with."""
 
 
 def moves(method: Method, state: ServerState, published: Params, moving: Moving) -> dict[str, float]:
@@ -48,7 +51,7 @@ class RoundArrays:
     def __init__(self, fleet: Fleet, layout: Layout, ledger: Ledger):
         self._selected, self._section = fleet.selected(layout), fleet.config.train
         self._sent, self._method, self._ledger = sent_arrays(layout, fleet.method), fleet.method, ledger
-        self._known = 1, Schedule()  # a round, and its schedule
+        self._known = self._kept()  # a round, and its schedule
 
     def of_round(self, number: int) -> Chosen:
         """The arrays that round ``number`` trains."""
@@ -64,8 +67,21 @@ class RoundArrays:
         self._known = number, schedule
         return schedule
 
+    def _kept(self) -> tuple[int, Schedule]:
+        """The schedule that a round began with: the rows of earlier rounds may be folded by now."""
+        fact = self._ledger.fact(SCHEDULE)
+        if fact is None:
+            return 1, Schedule()
+        number, kept = json.loads(fact)
+        return number, Schedule(**{**kept, "frozen": frozenset(kept["frozen"]), "losses": tuple(kept["losses"])})
+
     def begin(self, opened: OpenRound) -> None:
-        """Writes the row of a round whose ``Round`` is in the ledger. Replaces a row from before fleet.toml changed."""
+        """Writes the row of a round whose ``Round`` is in the ledger, and its schedule. Replaces a row from before
+        fleet.toml changed."""
+        if self._section.freeze == AUTO:
+            number, schedule = self._known
+            kept = {**vars(schedule), "frozen": sorted(schedule.frozen)}
+            self._ledger.set_facts(**{SCHEDULE: json.dumps([number, kept])})
         if self._section.parts or self._ledger.rows(Row, round=opened.number):
             frozen = tuple(sorted(opened.arrays.moving.frozen))
             self._ledger.put(Row(round=opened.number, frozen=frozen, reason=opened.arrays.reason))

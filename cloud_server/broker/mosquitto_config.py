@@ -24,17 +24,18 @@ OPERATORS = tuple(f".operator-{n}" for n in range(32))
 """Names in certificates. No device can have such a name, because a device's name has no dot. Operators have several,
 because a broker keeps one connection per name."""
 PORT, ENROLMENT_PORT = 8883, 8884
-# The largest chunk (link.chunk_bytes) is 16 MiB; mosquitto's own limit for a packet is 256 MiB.
-# Retained messages are saved at a normal stop and after every 100 changes. Each save rewrites the whole store: saving
-# after every change would write a model's chunks hundreds of times. The aggregator publishes again what a killed broker
-# lost. The queue has an explicit limit because with 0 (no limit) mosquitto dropped messages.
+# The largest packet is the largest that the aggregator and devices read (fleet_core.link.mqtt).
+# Retained messages are saved at a normal stop and every half hour. Each save rewrites the whole store, and saving by
+# changes counts every SUBSCRIBE as one: ten thousand devices that fetch a model would make hundreds of saves. The
+# aggregator publishes again what a killed broker lost. The queue has an explicit limit because with 0 (no limit)
+# mosquitto dropped messages.
 PERSISTENCE = """\
 persistence true
 persistence_location {data}/
-autosave_on_changes true
-autosave_interval 100
+autosave_on_changes false
+autosave_interval 1800
 max_queued_messages 4000
-max_packet_size 16781312
+max_packet_size 8388608
 set_tcp_nodelay true
 sys_interval 0
 log_dest stderr

@@ -18,7 +18,7 @@ MOST_UPDATES = 200
 
 def shown(fleet: Fleet, ledger: Ledger, name: str) -> dict[str, Any]:
     """Plain values, without those that are not known. Raises ConfigError for a device that is not there."""
-    facts = facts_of(ledger, known_device(ledger, fleet.folder, name))
+    facts = facts_of(ledger, [known_device(ledger, fleet.folder, name)])[0]
     kept = ("name", "status", "certificate", "pending", "token", "resting", "enrolled_round", "first_seen", "last_seen",
             "revoked_at", "version")
     said = facts["capabilities"] or {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +87,7 @@ def devices_list(fleet: FLEET, as_json: JSON = False) -> None:
 
     made = Fleet.load(fleet)
     with _ledger(made) as ledger:
-        listed = [facts_of(ledger, row) for row in listed_devices(ledger)]
+        listed = facts_of(ledger, listed_devices(ledger))
     if as_json:
         return terminal.show(listed)
     rows = [(d["name"], _status(d), d["state"], d["phase"], d["version"], "yes" if d["took_part"] else "no",
@@ -108,7 +109,7 @@ def devices_show(fleet: FLEET, name: str, as_json: JSON = False) -> None:
     from cloud_server.records.fleet_folder import Fleet
 
     with _ledger(Fleet.load(fleet)) as ledger:
-        facts = {**facts_of(ledger, known_device(ledger, fleet, name)),
+        facts = {**facts_of(ledger, [known_device(ledger, fleet, name)])[0],
                  "volume": schema.plain(ledger.volume("device").get(name)),
                  "energy": schema.plain(ledger.joules("device").get(name)),
                  "absent_energy": list(ledger.absent_energy("device").get(name, ()))}
@@ -138,25 +139,30 @@ def listed_devices(ledger: Ledger) -> list[Device]:
     return sorted(known.values(), key=lambda device: device.name)
 
 
-def facts_of(ledger: Ledger, device: Device) -> dict[str, Any]:
-    """A device with its certificate, pending request, unused token, and why it is not asked today or quarantined, as
-    plain values without secrets."""
+def facts_of(ledger: Ledger, devices: Iterable[Device]) -> list[dict[str, Any]]:
+    """Devices with their certificates, pending requests, unused tokens, and why they are not asked today or
+    quarantined, as plain values without secrets."""
     from cloud_server.identity import fleet_certificates, token_enrolment
     from cloud_server.membership import quarantine
     from cloud_server.rounds.budget import resting
 
-    certificate = fleet_certificates.certificate_facts(ledger).get(device.name)
-    token = token_enrolment.open_tokens(ledger).get(device.name)
-    public_keys = ("serial", "issued_at", "expires_at")
-    return {
-        **schema.plain(device),
-        "engine": engine_of(device),
-        "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
-        "pending": pending_requests(ledger).get(device.name),
-        "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
-        "resting": resting(ledger, time.time()).get(device.name),
-        "quarantined": quarantine.quarantined(ledger).get(device.name),
-    }
+    certificates, tokens = fleet_certificates.certificate_facts(ledger), token_enrolment.open_tokens(ledger)
+    pending, rests = pending_requests(ledger), resting(ledger, time.time())
+    quarantined, public_keys = quarantine.quarantined(ledger), ("serial", "issued_at", "expires_at")
+
+    def facts(device: Device) -> dict[str, Any]:
+        certificate, token = certificates.get(device.name), tokens.get(device.name)
+        return {
+            **schema.plain(device),
+            "engine": engine_of(device),
+            "certificate": None if certificate is None else {key: getattr(certificate, key) for key in public_keys},
+            "pending": pending.get(device.name),
+            "token": None if token is None else {"id": token.id, "expires_at": token.expires_at},
+            "resting": rests.get(device.name),
+            "quarantined": quarantined.get(device.name),
+        }
+
+    return [facts(device) for device in devices]
 
 
 def engine_of(device: Device) -> str:

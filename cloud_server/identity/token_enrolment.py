@@ -92,12 +92,14 @@ class Enrolments:
             issued_at=now, expires_at=signed.not_valid_after_utc.timestamp(),
         )
         earlier = [old for old in self._ledger.rows(Certificate, device=token.device) if old.revoked_at is None]
+        known = self._ledger.device(token.device)
         with self._ledger.transaction():
             self._ledger.put(replace(token, spent_at=now), row, *(replace(old, revoked_at=now) for old in earlier))
             self._admit(token.device)
         self._log(f"{token.device} has its certificate {row.serial[:16]}")
         self._audit.done("certificate", token.device, f"{row.serial} for token {token.id}")
-        self._publish_revocations()
+        if earlier or (known is not None and known.status == "revoked"):  # else the broker's lists do not change
+            self._publish_revocations()
         return text
 
     def invite(self, token: Invitation) -> None:

@@ -74,7 +74,7 @@ class Names:
 def messages(names: Names, ledger: Ledger) -> dict[str, bytes]:
     """{topic: payload} of every device that the ledger knows; empty payloads remove a revoked device."""
     costs = {one.device: one for one in device_costs.of_ledger(ledger)}
-    accuracy = {one.device: one.accuracy for one in ledger.each(Evaluation, stage="after")}
+    accuracy = {one.device: one.accuracy for one in ledger.latest(Evaluation, stage="after")}
     counted = {device: newest for device, (_, _, newest) in ledger.counted_updates().items()}
     found: dict[str, bytes] = {}
     for device in ledger.devices():

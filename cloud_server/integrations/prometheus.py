@@ -86,7 +86,7 @@ def _of_devices(enrolled: list[Device]) -> Iterator[Metric]:
 
 def _of_evaluations(ledger: Ledger) -> Iterator[Metric]:
     """Each device's last evaluation of each stage."""
-    newest = {(one.device, one.stage): score_of(one) for one in ledger.each(Evaluation)}
+    newest = {(one.device, one.stage): score_of(one) for one in ledger.latest(Evaluation)}
     for name, about, figure in (
         ("metafleet_device_accuracy_ratio", "Accuracy on the device's own test samples.", "accuracy"),
         ("metafleet_device_macro_f1_ratio", "Macro-F1 on the device's own test samples.", "macro_f1"),
@@ -95,7 +95,7 @@ def _of_evaluations(ledger: Ledger) -> Iterator[Metric]:
     ):
         yield _family(GaugeMetricFamily(name, about, labels=["device", "stage"]),
                       ((key, value) for key, one in newest.items() if (value := getattr(one, figure)) is not None))
-    scores = {(one.device, one.stage): task_score([one]) for one in ledger.each(TaskEvaluation)}
+    scores = {(one.device, one.stage): task_score([one]) for one in ledger.latest(TaskEvaluation)}
     for name, about, measure in (
         ("metafleet_device_mean_absolute_error", "On the device's own test samples, in the output's unit.", "mae"),
         ("metafleet_device_r_squared", "R² on the device's own test samples.", "r2"),

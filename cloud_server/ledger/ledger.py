@@ -135,6 +135,14 @@ class Ledger(LedgerFolds, LedgerSums):
         found = self._query(sql, list(equal.values()))
         return int(found[0][0]) if found else None
 
+    def latest(self, kind: type[R], /, **equal: Any) -> Iterator[R]:
+        """Each device's row of its last round, of each stage where the table has stages, if its columns equal
+        ``equal``; in the order of device and stage."""
+        sql = statements.latest(kind, equal)
+        with self._errors():
+            for values in self._db.execute(sql, list(equal.values())):
+                yield statements.made(kind, values)
+
     def counted(self, device: str, number: int) -> str | None:
         """The id of the device's update that was counted in the round, or None; also None for an update of a folded
         round, unless it is the newest of these."""

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cloud_server.ledger.ledger_tables import Row
+from cloud_server.ledger.ledger_tables import STAGES, Row
 
 R = TypeVar("R", bound=Row)
 
@@ -25,12 +25,27 @@ def upsert(kind: type[Row]) -> str:
     )
 
 
-def equal_to(kind: type[Row], equal: Mapping[str, Any]) -> str:
-    """The condition that these columns equal the bound values. Raises TypeError for an unknown column."""
+def equal_to(kind: type[Row], equal: Mapping[str, Any], of: str = "") -> str:
+    """The condition that these columns equal the bound values. of: before each column, as ``name.``. Raises TypeError
+    for an unknown column."""
     unknown = equal.keys() - set(columns(kind))
     if unknown:
         raise TypeError(f"{kind.__name__} has no column {', '.join(sorted(unknown))}")
-    return " AND ".join(f"{name} IS ?" for name in equal) or "1"
+    return " AND ".join(f"{of}{name} IS ?" for name in equal) or "1"
+
+
+def latest(kind: type[Row], equal: Mapping[str, Any]) -> str:
+    """The statement that selects the columns of each device's last row, by ``equal_to`` of the found row. It looks up
+    each device, and does not read the table; CROSS JOIN keeps SQLite from turning that round."""
+    stages = " CROSS JOIN (" + " UNION ALL ".join(f"SELECT '{stage}' AS stage" for stage in STAGES) + ") AS s"
+    staged = "stage" in kind.key
+    same = "{0}.device = d.name" + " AND {0}.stage = s.stage" * staged
+    newest = f"(SELECT MAX(other.round) FROM {kind.table} AS other WHERE {same.format('other')})"
+    return (
+        f"SELECT {', '.join(f'found.{name}' for name in columns(kind))} FROM devices AS d{stages * staged}"
+        f" CROSS JOIN {kind.table} AS found ON {same.format('found')} AND found.round = {newest}"
+        f" WHERE {equal_to(kind, equal, 'found.')} ORDER BY d.name{', s.stage' * staged}"
+    )
 
 
 def in_rounds(within: range | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from cloud_server.ledger import folded_tables
 
-VERSION = 13
+VERSION = 14
 STAGES = ("before", "fine_tuned", "after")
 
 SCHEMA = """
@@ -100,6 +100,14 @@ CREATE TABLE task_evaluations (
     PRIMARY KEY (round, device, stage));
 """,
     13: "ALTER TABLE evaluations ADD COLUMN gaps TEXT NOT NULL DEFAULT '[]';",
+    14: """
+CREATE INDEX IF NOT EXISTS evaluations_of_device ON evaluations (device, stage, round);
+CREATE INDEX IF NOT EXISTS task_evaluations_of_device ON task_evaluations (device, stage, round);
+CREATE INDEX IF NOT EXISTS alone_of_device ON alone (device, round);
+CREATE INDEX IF NOT EXISTS certificates_of_device ON certificates (device);
+CREATE INDEX IF NOT EXISTS certificates_of_token ON certificates (token);
+CREATE INDEX IF NOT EXISTS invitations_of_device ON invitations (device);
+""",
 }
 """Version -> the statements that upgrade a ledger from the previous version."""
 

@@ -7,6 +7,7 @@ these cases on disk, and lost training states too; after one, the next round sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from sys import intern
@@ -61,6 +62,7 @@ class Members:
     ):
         self._ledger, self._everyone, self._cannot, self._audit = ledger, everyone, cannot, audit
         self._clock, self._now, self._log = clock, now, log
+        self._listens_from = -math.inf
         self._devices: dict[str, _Known] = {}
         self._strangers: dict[str, Presence] = {}
         self._awaited: set[str] = set()
@@ -120,15 +122,22 @@ class Members:
         known = self._devices.get(name)
         if known is None or known.state != "on":
             return False
-        return known.phase not in WORKING or self._clock() - known.heard_s < SILENT_S
+        return known.phase not in WORKING or self._silent_s(known) < SILENT_S
 
     def expected(self, name: str) -> bool:
         """Whether an update of this device may still arrive. A device whose connection broke has ``SILENT_S`` to
         reconnect."""
         known = self._devices.get(name)
         if known is not None and known.state == "off":
-            return known.lost and self._clock() - known.heard_s < SILENT_S
+            return known.lost and self._silent_s(known) < SILENT_S
         return name in self._ready and self.alive(name)
+
+    def listen_again(self) -> None:
+        """After work during which no message was read: silence counts from now on."""
+        self._listens_from = self._clock()
+
+    def _silent_s(self, known: _Known) -> float:
+        return self._clock() - max(known.heard_s, self._listens_from)
 
     def not_on(self) -> list[str]:
         """Enrolled devices that are not on."""

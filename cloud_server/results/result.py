@@ -328,7 +328,7 @@ def validate(data: Any) -> list[str]:
 def _latest(ledger: Ledger, baseline: Baseline | None, method: str) -> dict[str, dict[str, Evaluation]]:
     """Device → stage → its last evaluation; the baseline replaces the ledger's earlier stages."""
     latest: dict[str, dict[str, Evaluation]] = {}
-    for row in ledger.rows(Evaluation):
+    for row in ledger.latest(Evaluation):
         if baseline is None or row.stage == "after":
             latest.setdefault(row.device, {})[row.stage] = row
     new = {device.name for device in ledger.devices() if device.new}
@@ -360,7 +360,7 @@ def _pooled(latest: Mapping[str, Mapping[str, Evaluation]]) -> Pooled | None:
 def latest_of_task(ledger: Ledger) -> dict[str, dict[str, TaskEvaluation]]:
     """Device -> stage -> its last evaluation, of a fleet without classes."""
     latest: dict[str, dict[str, TaskEvaluation]] = {}
-    for row in ledger.rows(TaskEvaluation):
+    for row in ledger.latest(TaskEvaluation):
         latest.setdefault(row.device, {})[row.stage] = row
     return latest
 

@@ -186,13 +186,14 @@ def of_ledger(ledger: Ledger) -> Verdict | None:
     """The verdict on the last evaluation of every enrolled device that reported what it reaches alone; None without
     such a device."""
     enrolled = {device.name for device in ledger.devices() if device.status == "enrolled"}
-    alone = {row.device: row for row in ledger.each(Alone) if row.device in enrolled}
+    alone = {row.device: row for row in ledger.latest(Alone) if row.device in enrolled}
     if not alone:
         return None
     evaluated: dict[str, Evaluation] = {}
-    for row in ledger.each(Evaluation):  # "after" comes before "before" in the order of the key
-        if row.device in alone and row.round == alone[row.device].round and row.stage != "fine_tuned":
-            evaluated.setdefault(row.device, row)
+    for number in sorted({row.round for row in alone.values()}):
+        for row in ledger.each(Evaluation, round=number):  # "after" comes before "before" in the order of the key
+            if row.device in alone and row.round == alone[row.device].round and row.stage != "fine_tuned":
+                evaluated.setdefault(row.device, row)
     closed = [one for one in ledger.rounds("closed") if one.loss is not None][-1:]
     return verdict(
         list(_answers(evaluated, alone)), round=max((row.round for row in evaluated.values()), default=0),
@@ -220,8 +221,10 @@ class WarningLog:
         if round != self._round:
             self._round, self._reported, self._logged = round, set(), False
         self._reported.add(device)
-        missing = len(set(on) - self._reported)
-        if self._logged or 2 * round < self._rounds or missing > MISSING_REPORTS * len(on):
+        enough = (1 - MISSING_REPORTS) * len(on)
+        if self._logged or 2 * round < self._rounds or len(self._reported) < enough:
+            return
+        if len(set(on) - self._reported) > MISSING_REPORTS * len(on):
             return
         self._logged = True
         found = of_ledger(self._ledger)

@@ -33,6 +33,7 @@ from fleet_core.protocol.device_messages import ServerPresence
 from fleet_core.robust.screening import Screened
 
 LOOK_S = 0.1  # between two checks of all devices
+BUSY_S = 1.0  # after longer work in one step devices are not silent, but unheard
 
 
 class Coordinator:
@@ -80,7 +81,7 @@ class Coordinator:
     def step(self, timeout_s: float) -> bool:
         """Handles the messages that arrive within ``timeout_s``, and everything that is due. True if anything
         happened."""
-        events = self.link.poll(timeout_s)
+        events, began = self.link.poll(timeout_s), self._clock()
         for event in events:
             match event:
                 case Connected(max_packet_bytes=limit):
@@ -102,6 +103,8 @@ class Coordinator:
             self._parts.manifests.again()
             self._parts.programs.again()
         self._parts.receiver.tick()
+        if self._clock() - began > BUSY_S:  # what devices sent in the meantime is not read yet
+            self._members.listen_again()
         if self.link.connected:
             self._go_on()
         self._parts.publisher.tick()

@@ -10,13 +10,12 @@ from cloud_server.rounds.aggregator_parts import Parts
 from cloud_server.rounds.operator_requests import OperatorRequests
 from fleet_core.base.errors import DataError, MessageError
 from fleet_core.protocol import messages, topics
+from fleet_core.protocol.chunks import CHUNK_HASH_DIGITS
 from fleet_core.protocol.device_messages import Alone, Down, Presence, RenewalRequest, Report
 from fleet_core.protocol.round_messages import WHOLE, UpdateRef, UploadManifest, whole_update
 from fleet_core.protocol.secure_messages import KEYS, REVEALED, SHARES
 from fleet_core.tasks import calibration
 from fleet_core.tasks.task import Task
-
-MAX_OFFER_BYTES = 1 << 26
 
 
 class DeviceMessages:
@@ -27,6 +26,8 @@ class DeviceMessages:
         self._parts, self._members, self._rule = parts, parts.members, parts.rule
         self._requests, self._log = requests, log
         self._ledger, self._fleet = parts.ledger, parts.fleet.config.fleet.name
+        most_chunks = parts.receiver.max_upload_bytes // parts.fleet.config.link.chunk_bytes + 1
+        self._max_offer_bytes = messages.MAX_MESSAGE_BYTES + CHUNK_HASH_DIGITS * most_chunks
 
     def on_message(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
         """Raises FleetError for a message that is refused. retain: whether the broker retains it."""
@@ -57,7 +58,7 @@ class DeviceMessages:
         elif address.kind == "up" and address.part == "m":
             self._parts.waiting.offered(name)
             try:
-                offer = messages.decode(UploadManifest, payload, limit=MAX_OFFER_BYTES)
+                offer = messages.decode(UploadManifest, payload, limit=self._max_offer_bytes)
             except MessageError as error:
                 return self._parts.receiver.on_unreadable_offer(name, number, str(error))
             self._parts.receiver.on_offer(name, number, offer)

@@ -85,9 +85,7 @@ class RuleState:
             self.checkpoint = replace(self.checkpoint, state=state, facts=facts)
             self._checkpoints.save(self.checkpoint)
             return state
-        for count in range((before or members) + 1, members + 1):
-            state = rule.joined(state, count)
-        return state
+        return rule.joined(state, members, members - before) if 0 < before < members else state
 
     def roll_back(self, to: int) -> None:
         """Continues from the served model of round ``to``. The number of the last closed round stays. Duals start again

@@ -23,7 +23,7 @@ from cloud_server.ledger import disk_errors
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.records import key_files
 from cloud_server.records.fleet_folder import Fleet
-from cloud_server.reports.terminal_view import LiveView, snapshot
+from cloud_server.reports.terminal_view import REST, LiveView, snapshot
 from cloud_server.rounds.coordinator import Coordinator, will
 from cloud_server.running.aggregator import Aggregator
 from cloud_server.running.child_processes import console_beside, tracking_beside
@@ -259,7 +259,7 @@ def _step_until_stopped(
     aggregator: Aggregator, view: LiveView | None, stopped: Callable[[], bool], on_step: Callable[[Log], None],
     until_done: bool, log: Log, tell: Callable[[], None],
 ) -> None:
-    drawn_at, announced, was_busy, collected = 0.0, False, True, aggregator.coordinator.checkpoint.round
+    draw_at, announced, was_busy, collected = 0.0, False, True, aggregator.coordinator.checkpoint.round
     while not stopped():
         busy = aggregator.step(TICK_S)
         if not stopped():  # a signal that stops this process may have stopped the broker too
@@ -273,10 +273,11 @@ def _step_until_stopped(
             gc.collect()
             allocator.trim()
             collected = coordinator.checkpoint.round
-        if view is not None and time.monotonic() - drawn_at > VIEW_S:
+        if view is not None and time.monotonic() > draw_at:
+            began = time.monotonic()
             with contextlib.suppress(StateError, OSError):  # drawn at the next try
                 view.update(snapshot(coordinator.ledger, view.told))
-            drawn_at = time.monotonic()
+            draw_at = time.monotonic() + max(VIEW_S, REST * (time.monotonic() - began))
         if coordinator.finished and not announced:
             if not coordinator.ended:  # the coordinator has logged why it ended
                 log(f"all {coordinator.checkpoint.round} rounds are closed; the served model stays published; to train "

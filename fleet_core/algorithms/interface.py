@@ -184,8 +184,8 @@ class ServerRule:
         """Whether ``apply`` weights an update by its device's samples."""
         return bool(getattr(hyper, "weighted", False))
 
-    def joined(self, state: ServerState, members: int) -> ServerState:
-        """A device enrolled; ``members`` counts it."""
+    def joined(self, state: ServerState, members: int, new: int = 1) -> ServerState:
+        """``new`` devices enrolled; ``members`` counts them."""
         return state
 
     def left(self, state: ServerState, members: int) -> ServerState:

@@ -77,9 +77,9 @@ class DynServer(ServerRule):
         served = aggregation.running_mean(state.served, mean, count, members)
         return replace(state, model=model, served=served, memory={"dual": dual})
 
-    def joined(self, state: ServerState, members: int) -> ServerState:
-        """The mean of all g_i with one more that is zero."""
-        dual = trees.scale(state.memory["dual"], (members - 1) / members)
+    def joined(self, state: ServerState, members: int, new: int = 1) -> ServerState:
+        """The mean of all g_i including the new ones, which are zero."""
+        dual = trees.scale(state.memory["dual"], (members - new) / members)
         return replace(state, memory={"dual": dual})
 
     def left(self, state: ServerState, members: int) -> ServerState:

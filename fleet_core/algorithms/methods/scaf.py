@@ -103,9 +103,9 @@ class ScafServer(ServerRule):
         served = aggregation.running_mean(state.served, mean, count, members)
         return replace(state, model=mean, served=served, memory={"control": control})
 
-    def joined(self, state: ServerState, members: int) -> ServerState:
-        """The mean of all g_i including the new one, which is zero."""
-        control = trees.scale(state.memory["control"], (members - 1) / members)
+    def joined(self, state: ServerState, members: int, new: int = 1) -> ServerState:
+        """The mean of all g_i including the new ones, which are zero."""
+        control = trees.scale(state.memory["control"], (members - new) / members)
         return replace(state, memory={"control": control})
 
     def left(self, state: ServerState, members: int) -> ServerState:

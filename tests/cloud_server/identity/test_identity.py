@@ -83,6 +83,22 @@ def test_a_lost_authority_is_an_error_and_not_a_new_one(enroller: Enroller) -> N
         fleet_certificates.authority(enroller.fleet.folder)
 
 
+def test_the_brokers_lists_are_written_again_only_if_an_enrolment_changes_them(enroller: Enroller) -> None:
+    def enrol() -> None:
+        made = enroller.token("d0")
+        enroller.enrolments().on_request(made.id, signed_request(made, certificates.new_key()))
+
+    enrol()
+    assert enroller.changes == [], "a new device: nothing was revoked, and nobody was denied"
+    enrol()
+    assert len(enroller.changes) == 1, "its first certificate is revoked"
+    enroller.enrolments().revoke("d0", time.time() + 1)
+    enroller.ledger.put(Device(name="d0", status="revoked"))
+    before = len(enroller.changes)
+    enrol()
+    assert len(enroller.changes) == before + 1, "the access list does not deny it any more"
+
+
 def test_certificates_begin_a_day_ago_and_are_good_for_one_thing(enroller: Enroller) -> None:
     folder = enroller.fleet.folder
     now = datetime.datetime.now(datetime.UTC)

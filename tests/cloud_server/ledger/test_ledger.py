@@ -14,11 +14,13 @@ import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cloud_server.ledger import folded_tables
+from cloud_server.ledger import ledger_statements as statements
 from cloud_server.ledger.disk_errors import is_disk_error
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Bytes, PhaseJoules
@@ -33,6 +35,7 @@ from cloud_server.ledger.ledger_tables import (
     Round,
     RoundArrays,
     Row,
+    TaskEvaluation,
     Traffic,
     Update,
 )
@@ -251,6 +254,29 @@ def test_what_is_no_plain_value_is_the_callers_mistake_not_a_damaged_file(ledger
     with pytest.raises(TypeError, match="ndarray has no place"):
         ledger.put(Flops(round=1, device="a", flops=typing.cast("float", np.zeros(3))))
     assert ledger.rows(Flops) == []
+
+
+@pytest.mark.parametrize("kind", [Evaluation, TaskEvaluation, Alone])
+def test_the_latest_rows_of_devices_are_found_without_reading_the_table(ledger: Ledger, kind: type[Row]) -> None:
+    ledger.put(*(Device(name=name) for name in ("a", "b", "nothing yet")))
+    staged = "stage" in kind.key
+    some: dict[type[Row], dict[str, Any]] = {
+        Evaluation: {"method": "m", "confusion": ((1,),), "accuracy": 0.5, "macro_f1": 0.5}, Alone: {"frequent": 0},
+        TaskEvaluation: {"method": "m", "task": "regression", "outputs": ("y",), "samples": 1, "sums": {}},
+    }
+    for device, numbers in {"b": (1, 2, 9), "a": (3, 7)}.items():
+        for number in numbers:
+            for stage in ("before", "after")[: 1 if number == 9 else 2] if staged else ("",):
+                at = {"round": number, "device": device, **({"stage": stage} if staged else {})}
+                ledger.put(kind(**at, **some[kind]))
+    rows: list[Any] = ledger.rows(kind)
+    newest = {(row.device, getattr(row, "stage", "")): row for row in rows}
+    assert list(ledger.latest(kind)) == [newest[key] for key in sorted(newest)]
+    if staged:
+        after: list[Any] = list(ledger.latest(kind, stage="after"))
+        assert [(row.device, row.round) for row in after] == [("a", 7), ("b", 2)]
+    plan = [str(row) for row in ledger._query(f"EXPLAIN QUERY PLAN {statements.latest(kind, {})}")]
+    assert not any("SCAN found" in step or "SCAN other" in step for step in plan), plan
 
 
 def digest(path: Path) -> str:

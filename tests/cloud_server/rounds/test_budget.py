@@ -193,7 +193,7 @@ def test_devices_show_and_status_say_who_is_not_asked_today(fleet: Make, monkeyp
     assert w.pump(lambda: bool(w.server.ledger.fact("resting")))
     monkeypatch.setattr(time, "time", w.clock.wall)
     device = w.server.ledger.device("d0")
-    facts = facts_of(w.server.ledger, device)
+    facts = facts_of(w.server.ledger, [device])[0]
     assert facts["resting"].endswith("of 1 B")
     assert _status(facts) == "enrolled, not asked today"
     text = "\n".join(fleet_status.lines(fleet_status.facts(w.fleet, w.server.ledger), w.fleet.folder))

@@ -1196,6 +1196,31 @@ def test_a_device_that_falls_silent_at_work_holds_up_nobody(fleet):
     assert SILENT_S <= w.clock.seconds - heard <= 5
 
 
+def test_the_aggregators_own_long_work_makes_nobody_silent(fleet, monkeypatch):
+    broker = LoopbackBroker(faults=BrokerFaults())
+    w = fleet(rounds=2, broker=broker, fleet="deadline_s = 1000")
+    w.start_server()
+    for n in range(2):
+        w.start_agent(f"d{n}", toy(n))
+    fake = FakeDevice(w, "busy")
+    fake.announce()
+    assert w.pump(lambda: opened(w, 1))
+    fake.announce(beat=True, ph="train")
+    w.step(0)
+    requests = w.server._requests
+
+    def long_work() -> None:
+        w.clock.seconds += 2 * SILENT_S
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "tick", long_work)
+        w.server.step(0)
+    members = w.server._members
+    assert members.alive("busy"), "what it sent in the meantime is not read yet"
+    w.clock.seconds += SILENT_S
+    assert not members.alive("busy")
+
+
 def test_a_device_that_is_killed_is_off_within_a_second_by_its_will(fleet):
     w = fleet(rounds=1, fleet="deadline_s = 1000")
     start(w, "d0", "d1", "d2")

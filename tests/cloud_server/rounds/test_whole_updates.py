@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from cloud_server.broadcast import manifest as manifests
 from cloud_server.ledger.ledger_tables import Update
 from edge_agent.connection.update_upload import Offer, Uploader
-from fleet_core.base import storage
+from fleet_core.base import compression, storage
 from fleet_core.codecs import safetensors_payload
 from fleet_core.link.loopback import LoopbackBroker, LoopbackLink
 from fleet_core.protocol import messages, topics
@@ -239,6 +240,18 @@ def test_a_whole_update_that_cannot_be_read_is_refused_without_waiting_for_it(li
         assert "its announcement cannot be read" in sent(liar, bad) or not bad
     assert "liar" in liar.w.server.open.failed
     assert liar.w.server.ledger.rows(Update) == []
+
+
+def test_an_offer_that_unpacks_to_more_than_an_update_can_need_is_not_parsed(liar: FakeDevice) -> None:
+    bomb = compression.compress(b"[" + b"[]," * (1 << 20) + b"[]]")
+    assert len(bomb) < 1000
+    liar.link.publish(topics.upload(liar.w.name, liar.name, 1, "m"), bomb)
+    tracemalloc.start()
+    liar.w.step()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "its announcement cannot be read" in liar.downs()[-1].reason
+    assert peak < 8 << 20, "a million lists take ten times as much"
 
 
 def test_an_asked_device_gives_one_update(liar: FakeDevice) -> None:

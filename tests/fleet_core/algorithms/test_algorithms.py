@@ -203,7 +203,7 @@ def test_a_device_that_leaves_starts_every_dual_again(build: Build, told: bool, 
 
 def test_averaging_remembers_nothing_so_that_a_changing_fleet_changes_nothing() -> None:
     rule, state = AverageServer(), AverageServer().init(tree(np.ones(SIZE)), LocalSgd())
-    assert rule.joined(state, 9) is state
+    assert rule.joined(state, 9, 2) is state
     assert rule.left(state, 7) is state
 
 
