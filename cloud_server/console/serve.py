@@ -23,7 +23,7 @@ from cloud_server.records.fleet_folder import Fleet
 from fleet_core.base import processes
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.link.bearer_token import token_in
-from fleet_core.link.host_names import is_loopback
+from fleet_core.link.host_names import is_loopback, of_this_machine
 
 PORT = 8765
 TOKEN_FILE = "console.token"
@@ -72,19 +72,19 @@ async def serve(folder: Path, address: Address, say: Callable[[str], None]) -> N
     with Ledger(Fleet.load(folder).ledger_path, create=False):  # reports a missing or damaged ledger now
         pass
     token, live = token_of(folder, address), Live(folder)
-    secure = address.certificate is not None
+    secure, names = address.certificate is not None, of_this_machine(*address.names)
     authority = _authority(folder) if secure else None
     listening = _socket(address)
     port = listening.getsockname()[1]
     settings = uvicorn.Config(
-        app(folder, live, token, address.names, secure=secure, inventory=address.inventory),
+        app(folder, live, token, names, secure=secure, inventory=address.inventory),
         log_level="warning", access_log=False, lifespan="on",
         server_header=False, ws="none", limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=5,
         ssl_certfile=address.certificate, ssl_keyfile=address.key, http=_WithCertificate,
         ssl_cert_reqs=ssl.CERT_NONE if authority is None else ssl.CERT_OPTIONAL, ssl_ca_certs=authority,
     )
     host = f"[{address.host}]" if ":" in address.host else address.host
-    host = socket.gethostname() if address.host in ("0.0.0.0", "::") else host
+    host = names[0] if address.host in ("0.0.0.0", "::") else host
     fragment = "" if token is None else f"#token={token}"
     try:
         await _Server(settings, live, lambda: say(f"http{'s' * secure}://{host}:{port}/{fragment}")).serve([listening])

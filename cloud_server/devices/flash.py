@@ -82,6 +82,9 @@ def flash(
     if dry_run:
         return _dry_run(job, as_json)
     if job.card is not None:
+        from firmware_profiles.image import write_card
+
+        write_card.check(job.card, job.plan.end)
         confirm(job.card, yes_erase)
     written = _write(job, rehearse)
     _record(job)

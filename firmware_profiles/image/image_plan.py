@@ -34,6 +34,11 @@ class Plan:
     root: Partition | None
     free_bytes: int
 
+    @property
+    def end(self) -> int:
+        """Bytes up to the end of the last of the two partitions: what a card must have at least."""
+        return max(part.start + part.size for part in (self.boot, self.root) if part is not None)
+
 
 def plan_of(image: Path, package: Package, device: DeviceFile) -> Plan:
     """The plan for an unpacked image. Raises FlashError if the image cannot be used."""

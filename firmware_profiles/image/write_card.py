@@ -40,6 +40,14 @@ class Written:
     ejected: bool
 
 
+def check(card: Card, size: int) -> None:
+    """Raises ConfigError if the card cannot take ``size`` bytes, or may not be written."""
+    if size > card.size_bytes:
+        raise ConfigError(f"is too small: the image has {size} bytes, it has {card.size_bytes}", where=str(card.path))
+    with _opened(card):
+        pass
+
+
 def write(
     image: Path, card: Card, progress: Progress = lambda what, done, total: None,
     clock: Callable[[], float] = time.monotonic,
@@ -49,8 +57,7 @@ def write(
     Raises ConfigError if the card is too small or in use, FlashError if it does not hold what was written.
     """
     size = image.stat().st_size
-    if size > card.size_bytes:
-        raise ConfigError(f"is too small: the image has {size} bytes, it has {card.size_bytes}", where=str(card.path))
+    check(card, size)
     with _opened(card) as device, image.open("rb") as source:
         began = clock()
         _write(source.fileno(), device, size, progress)

@@ -68,6 +68,8 @@ def test_beyond_loopback_it_wants_a_certificate_and_asks_for_its_token(programs:
         assert client.get("/rounds/1").status_code == 401
         assert "Secure" in client.post("/login", json={"token": token}).headers["set-cookie"]
         assert client.get("/rounds/1").status_code == 200
+        printed = httpx2.URL(url).netloc.decode()
+        assert client.get("/rounds/1", headers={"host": printed}).status_code == 200, "the printed name is accepted"
 
 
 def test_an_operators_certificate_opens_it_and_no_other(programs: Programs, tmp_path: Path) -> None:

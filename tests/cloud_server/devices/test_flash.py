@@ -171,6 +171,10 @@ def test_a_card_is_written_after_its_name_was_given_and_not_without(desk, tmp_pa
         with pytest.raises(ConfigError, match=said):
             flash(desk, str(path), rehearse=rehearse, yes_erase=typed)
     assert set(path.read_bytes()) == {0xAA}
+    small = tmp_path / "sdz"
+    small.write_bytes(bytes(MIB))
+    with pytest.raises(ConfigError, match="too small"):
+        flash(desk, str(small), rehearse=True, yes_erase="sdz")
     assert invitations(desk) == before
     capsys.readouterr()
     killed = tmp_path / "cache/metafleet/card-killed"
