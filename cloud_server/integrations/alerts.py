@@ -202,13 +202,11 @@ def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:
     """Compares the last evaluated round with the earlier ones, over the devices that were evaluated in both. Rounds
     with too few such devices are left out."""
     newest = ledger.newest(Evaluation) or 0
-    rounds = accuracies(ledger, range(newest - EVALUATED_BACK, newest + 1))
-    if len(rounds) < 2:
-        return
-    last = rounds.pop(max(rounds))
+    last = accuracies(ledger, range(newest, newest + 1)).get(newest, {})
     worst = (0.0, 0)
-    for number, earlier in rounds.items():
-        if losses := lost(earlier, last):
-            worst = max(worst, (sum(losses) / len(losses), number))
+    for number in range(max(newest - EVALUATED_BACK, 0), newest):  # one at a time: a large fleet's are many
+        for earlier in accuracies(ledger, range(number, number + 1)).values():
+            if losses := lost(earlier, last):
+                worst = max(worst, (sum(losses) / len(losses), number))
     if worst[0] > section.accuracy_drop:
         yield Alert("accuracy", f"the devices' accuracy is {100 * worst[0]:.1f} points below that of round {worst[1]}")

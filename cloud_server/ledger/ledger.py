@@ -166,11 +166,14 @@ class Ledger(LedgerFolds, LedgerSums):
                 self._query(f"DELETE FROM {AbsentEnergy.table} WHERE device = ?", (device,))
                 self.put(*(AbsentEnergy(device=device, reason=reason) for reason in reasons))
 
-    def accuracies(self, within: range | None = None) -> list[tuple[int, str, str, bool, float]]:
-        """(round, device, stage, new, accuracy) of every evaluation, in the order of the rounds, without its counts."""
+    def accuracies(self, within: range | None = None) -> Iterator[tuple[int, str, str, bool, float]]:
+        """(round, device, stage, new, accuracy) of every evaluation, in the order of the rounds, without its counts. As
+        ``each``, do not write while iterating."""
         columns = "round, device, stage, new, accuracy"
-        found = self._query(f"SELECT {columns} FROM evaluations WHERE {statements.in_rounds(within)} ORDER BY round")
-        return [(number, device, stage, bool(new), accuracy) for number, device, stage, new, accuracy in found]
+        sql = f"SELECT {columns} FROM evaluations WHERE {statements.in_rounds(within)} ORDER BY round"
+        with self._errors():
+            for number, device, stage, new, accuracy in self._db.execute(sql):
+                yield number, device, stage, bool(new), accuracy
 
     def facts(self) -> dict[str, str]:
         """Key-value pairs about the fleet: name, method, seed, layout, …"""

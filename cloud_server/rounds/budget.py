@@ -13,10 +13,11 @@ from typing import Any
 from cloud_server.figures.formatting import bytes_text, count_text, phase_text
 from cloud_server.ledger.ledger import Ledger
 from cloud_server.ledger.ledger_sums import Joules, Volume
-from cloud_server.ledger.ledger_tables import Evaluation, Round
+from cloud_server.ledger.ledger_tables import Round
 from cloud_server.membership.members import Members
 from cloud_server.records.fleet_settings import Amounts, BudgetSection
 from cloud_server.records.tariff import Tariff
+from cloud_server.results.evaluations import accuracies
 from cloud_server.results.verdict import MISSING_REPORTS
 
 DAY_S = 86_400
@@ -68,9 +69,7 @@ class Budget:
         of five devices that are on and train have reported."""
         if self._section is None or (self._section.target_accuracy is None and self._section.patience is None):
             return
-        latest: dict[str, float] = {}
-        for row in self._ledger.rows(Evaluation, round=number, new=False):
-            latest.setdefault(row.device, row.accuracy)  # "after" comes first in the order of the key
+        latest = accuracies(self._ledger, range(number, number + 1)).get(number, {})
         ready = self._members.ready()
         if not latest or len(ready - latest.keys()) > MISSING_REPORTS * len(ready):
             return

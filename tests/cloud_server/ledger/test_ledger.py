@@ -219,8 +219,8 @@ def test_fates_and_accuracies_are_those_of_the_rows(ledger: Ledger) -> None:
                           macro_f1=0.4, new=True))
     assert ledger.fates() == {1: {"counted": 1, "refused": 1}, 2: {"counted": 2, "late": 1}}
     assert ledger.fates(range(2, 3), by="device") == {"a": {"counted": 1}, "b": {"counted": 1, "late": 1}}
-    assert ledger.accuracies() == [(2, "a", "after", True, 0.75)]
-    assert ledger.accuracies(range(0, 2)) == []
+    assert list(ledger.accuracies()) == [(2, "a", "after", True, 0.75)]
+    assert list(ledger.accuracies(range(0, 2))) == []
 
 
 def test_an_empty_ledger_has_no_figures_rather_than_zeros(ledger: Ledger) -> None:
