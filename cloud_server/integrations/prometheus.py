@@ -6,6 +6,9 @@ that was not measured has no sample.
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
@@ -31,12 +34,22 @@ COUNTERS: tuple[tuple[str, Callable[[DeviceCosts], Bytes | None]], ...] = (
 
 
 class FleetCollector(Collector):
-    """Reads the ledger of ``fleet`` at each scrape; scrapes may be in any thread."""
+    """Reads the ledger of ``fleet`` at each scrape. Scrapes may be in any thread; one reads at a time, and those that
+    wait meanwhile get the same figures."""
 
     def __init__(self, fleet: Fleet):
         self._fleet = fleet
+        self._reading, self._found, self._found_at = threading.Lock(), list[Metric](), -math.inf
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> list[Metric]:
+        asked = time.monotonic()
+        with self._reading:
+            if self._found_at < asked:
+                self._found = list(self._read())
+                self._found_at = time.monotonic()
+            return self._found
+
+    def _read(self) -> Iterator[Metric]:
         with Ledger(self._fleet.ledger_path, create=False) as ledger:
             yield from self._of_fleet(ledger)
             yield from _of_rounds(ledger)

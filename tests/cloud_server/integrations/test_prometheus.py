@@ -6,9 +6,13 @@ import json
 import re
 import shutil
 import signal
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +29,7 @@ from fleet_core.base.errors import LinkError
 from tests.edge_agent.http.test_metrics import FULL
 from tests.support.cli import runner
 from tests.support.programs import Programs, metafleet
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -58,6 +63,34 @@ def test_the_endpoint_has_the_ledgers_figures(fleet: Fleet) -> None:
     assert moved["d1", "payload", "up"] == 0
     with fleet.lock():
         assert values(scraped(fleet)["metafleet_aggregator_up"]) == {(): 1}
+
+
+def test_scrapes_that_wait_for_another_one_do_not_read_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector, first, go_on = prometheus.FleetCollector(fleet), threading.Event(), threading.Event()
+    reads: list[str] = []
+    asked: list[float] = []
+
+    def now() -> float:
+        asked.append(time.monotonic())
+        return asked[-1]
+
+    def read() -> Iterator[Metric]:
+        reads.append(threading.current_thread().name)
+        first.set()
+        go_on.wait(PATIENCE_S)
+        yield Metric(f"read_{len(reads)}", "", "gauge")
+
+    monkeypatch.setattr(collector, "_read", read)
+    monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=now))
+    with ThreadPoolExecutor(5) as pool:
+        answers = [pool.submit(collector.collect)]
+        assert first.wait(PATIENCE_S)
+        answers += [pool.submit(collector.collect) for _ in range(4)]
+        until(lambda: len(asked) == 5)
+        go_on.set()
+        assert {metric.name for answer in answers for metric in answer.result(PATIENCE_S)} == {"read_1"}
+    assert len(reads) == 1
+    assert [metric.name for metric in collector.collect()] == ["read_2"]
 
 
 def test_what_was_not_measured_has_no_sample(fleet: Fleet) -> None:
