@@ -240,7 +240,7 @@ def an_agent(home: Path, said: list[str]) -> Agent:
 @pytest.mark.slow
 @NEEDS_MOSQUITTO
 def test_rounds_go_on_over_mosquitto_across_both_roll_overs_and_a_device_that_was_off_follows(tmp_path: Path) -> None:
-    made = world(tmp_path, config_text(rounds=5000, devices=2)).fleet
+    made = world(tmp_path, config_text(rounds=5000, devices=2, fleet="first_wait_s = 0.0")).fleet
     with secured_broker(made) as (broker, place), Ledger(made.ledger_path) as ledger:
         homes = {name: tmp_path / name for name in ("d0", "d1", "d2")}
         for n, (name, home) in enumerate(homes.items()):
