@@ -273,7 +273,8 @@ def _first(
 def _train_graph(fleet: Fleet, layout: Layout, first: Params) -> bytes:
     from tests.support.train_graphs import train_graph  # takes a second to import, and most worlds have none
 
-    return pack(replace(train_graph(fleet.method.name, layout), first=trees.only(first, fleet.method.personal)))
+    made = train_graph(fleet.method.name, layout, narrow=True)
+    return pack(replace(made, first=trees.only(first, fleet.method.personal)))
 
 
 def world(folder: Path, text: str, broker: LoopbackBroker | None = None, *, train_graph: bool = False) -> World:

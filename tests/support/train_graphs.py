@@ -26,17 +26,19 @@ OF_LOSS = {"entropy": "per-fedavg-exact", "proto": "pfldyn-proto", "metavers": "
            "fedproto": "fedproto"}
 
 
-def train_graph(name: str, layout: Layout | None = None) -> TrainGraph:
-    """The checked graph for a method. One serves all methods of its loss: with initial values of body and head."""
+def train_graph(name: str, layout: Layout | None = None, *, narrow: bool = False) -> TrainGraph:
+    """The checked graph for a method. One serves all methods of its loss: with initial values of body and head. narrow:
+    without second derivatives, which take most of the time to export, unless the method needs them."""
     layout = toy_layout() if layout is None else layout
-    made = _made(OF_LOSS[NEEDS[METHODS[name].adaptation][0]], layout.to_json())
+    loss, second, _ = NEEDS[METHODS[name].adaptation]
+    made = _made("fedavg" if narrow and loss == "entropy" and not second else OF_LOSS[loss], layout.to_json())
     first = trees.only(models.initial(layout, SEED), METHODS[name].personal)
     return replace(made, first=first)
 
 
 def packed(fleet: Fleet, layout: Layout, first: Params) -> bytes:
     """The graph for a new fleet, as ``create_fleet`` asks for it."""
-    made = train_graph(fleet.method.name, layout)
+    made = train_graph(fleet.method.name, layout, narrow=True)
     return pack(replace(made, first=trees.only(first, fleet.method.personal)))
 
 
