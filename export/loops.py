@@ -18,8 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from fleet_core.model.layout import Layout
 
-PASS = "pass/number"
-"""The initializer with the number of samples per pass of the steps."""
+PASS = "constant/pass"
+"""The initializer with the number of samples per pass of the steps; the gate reads it in graphs of any version."""
 
 _TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8, "int64": TensorProto.INT64}
 
@@ -82,7 +82,7 @@ class Loops:
     def _constants(self) -> list[TensorProto]:
         whole: dict[str, int | list[int]] = {"constant/first": [0]}
         for loop, number in self._at_once.items():
-            whole |= {f"{loop}/number": number, f"{loop}/rest": number - 1, f"{loop}/width": [number]}
+            whole |= {f"constant/{loop}": number, f"{loop}/rest": number - 1, f"{loop}/width": [number]}
         arrays = {name: np.array(value, np.int64) for name, value in whole.items()}
         arrays |= {f"shape/{key}": np.array(self._shapes[key], np.int64) for key in self._adapted}
         return [numpy_helper.from_array(array, name) for name, array in arrays.items()]
@@ -118,7 +118,7 @@ def _passes(loop: str) -> list[onnx.NodeProto]:
     """The number of a loop's passes over the support set."""
     return [
         _node("Add", ["support/size", f"{loop}/rest"], f"{loop}/rounded"),
-        _node("Div", [f"{loop}/rounded", f"{loop}/number"], f"{loop}/passes"),
+        _node("Div", [f"{loop}/rounded", f"constant/{loop}"], f"{loop}/passes"),
     ]
 
 

@@ -326,7 +326,7 @@ def revoke(fleet: Fleet, name: str) -> tuple[list[str], bool]:
             serials = [row.serial for row in ledger.rows(Certificate, device=name) if row.revoked_at is None]
             running = fleet.running()
             if not running and (fleet.folder / "ca.key").exists():
-                fleet_certificates.write_revocations(fleet, ledger, also=(name,))
+                fleet_certificates.write_revocations(fleet, ledger)
         return serials, running
 
     return disk_errors.with_reserve(fleet.folder, asked)

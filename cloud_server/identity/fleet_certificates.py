@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -81,10 +81,11 @@ def configure(fleet: Fleet, ledger: Ledger, setup: BrokerSetup) -> Path:
     return mosquitto_config.write(folder, fleet.config.fleet.name, setup, revoked_devices(ledger))
 
 
-def write_revocations(fleet: Fleet, ledger: Ledger, *, also: Iterable[str] = ()) -> None:
-    """Writes the files that the broker reads again after a revocation: crl.pem and the access list. also: devices that
-    are not yet marked as revoked in the ledger."""
-    folder, names = fleet.folder / "mosquitto", {*revoked_devices(ledger), *also}
+def write_revocations(fleet: Fleet, ledger: Ledger) -> None:
+    """Writes the files that the broker reads again after a revocation: crl.pem and the access list. Devices whose
+    revocation the aggregator has still to hear of count as revoked."""
+    asked = {key.removeprefix("revoke/") for key in ledger.requests() if key.startswith("revoke/")}
+    folder, names = fleet.folder / "mosquitto", {*revoked_devices(ledger), *asked}
     rows = ledger.rows(Certificate)
     ended = {row.serial: row.revoked_at or time.time() for row in rows if row.revoked_at or row.device in names}
     path = folder / "crl.pem"

@@ -79,7 +79,13 @@ class Enrolments:
         row = next((row for row in rows if row.public == public and row.revoked_at is None), None)
         if row is None:
             raise MessageError("the token was used before", where=token.id)
+        if self._revoked(token.device):  # the lists may not have been written since
+            self._publish_revocations()
         return row.certificate
+
+    def _revoked(self, device: str) -> bool:
+        """Whether the device ever had a certificate that was revoked."""
+        return any(row.revoked_at is not None for row in self._ledger.rows(Certificate, device=device))
 
     def _sign(self, token: Invitation, key: certificates.PublicKey, public: str) -> str:
         """Signs a new certificate, spends the token and revokes the device's earlier certificates."""
@@ -92,13 +98,12 @@ class Enrolments:
             issued_at=now, expires_at=signed.not_valid_after_utc.timestamp(),
         )
         earlier = [old for old in self._ledger.rows(Certificate, device=token.device) if old.revoked_at is None]
-        known = self._ledger.device(token.device)
         with self._ledger.transaction():
             self._ledger.put(replace(token, spent_at=now), row, *(replace(old, revoked_at=now) for old in earlier))
             self._admit(token.device)
         self._log(f"{token.device} has its certificate {row.serial[:16]}")
         self._audit.done("certificate", token.device, f"{row.serial} for token {token.id}")
-        if earlier or (known is not None and known.status == "revoked"):  # else the broker's lists do not change
+        if self._revoked(token.device):  # else the broker's lists do not change
             self._publish_revocations()
         return text
 

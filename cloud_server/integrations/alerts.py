@@ -201,7 +201,7 @@ def _drift(enrolled: dict[str, Device]) -> Iterator[Alert]:
 def _accuracy(ledger: Ledger, section: AlertsSection) -> Iterator[Alert]:
     """Compares the last evaluated round with the earlier ones, over the devices that were evaluated in both. Rounds
     with too few such devices are left out."""
-    newest = ledger.newest(Evaluation) or 0
+    newest = ledger.newest(Evaluation, new=False) or 0
     last = accuracies(ledger, range(newest, newest + 1)).get(newest, {})
     worst = (0.0, 0)
     for number in range(max(newest - EVALUATED_BACK, 0), newest):  # one at a time: a large fleet's are many

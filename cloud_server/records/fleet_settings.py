@@ -93,7 +93,7 @@ class LinkSection:
         "'metafleet codecs' lists all."})
     down: str = field(default="int8", metadata={"choices": (*CODECS, AUTO), "about":
         "How models travel to the devices: the same choice."})
-    chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": 1 << 22})
+    chunk_bytes: int = field(default=61440, metadata={"min": 1024, "max": (8 << 20) - 4096})
     skip_below: float = field(default=0.0, metadata={"min": 0, "max": 1, "about":
         "An update whose norm is below this share of the last rounds' mean is not sent (0.2, say); 0: all are."})
     max_update_norm: float | None = field(default=None, metadata={"above": 0})

@@ -26,6 +26,8 @@ SYNC_BYTES = 64 << 20
 ALIGNED_BYTES = 4096
 BLKRRPART, BLKFLSBUF, CDROMEJECT = 0x125F, 0x1261, 0x5309
 
+AS_WHO = "run as root, or as a user in the group 'disk'"
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -41,11 +43,12 @@ class Written:
 
 
 def check(card: Card, size: int) -> None:
-    """Raises ConfigError if the card cannot take ``size`` bytes, or may not be written."""
+    """Raises ConfigError if the card cannot take ``size`` bytes, or may not be written. Opens nothing: after a program
+    has closed a disk that it could write, the system reads its partitions again, and may mount them."""
     if size > card.size_bytes:
         raise ConfigError(f"is too small: the image has {size} bytes, it has {card.size_bytes}", where=str(card.path))
-    with _opened(card):
-        pass
+    if not os.access(card.path, os.R_OK | os.W_OK):
+        raise ConfigError("may not be written by you", where=str(card.path), hint=AS_WHO)
 
 
 def write(
@@ -78,7 +81,7 @@ def _opened(card: Card) -> Iterator[int]:
         device = os.open(card.path, os.O_RDWR | os.O_CLOEXEC | exclusive)
     except OSError as error:
         hints = {errno.EBUSY: "something uses it: unmount it",
-                 errno.EACCES: "run as root, or as a user in the group 'disk'"}
+                 errno.EACCES: AS_WHO}
         raise ConfigError(f"cannot be opened: {error.strerror}", where=str(card.path),
                           hint=hints.get(error.errno or 0)) from error
     try:

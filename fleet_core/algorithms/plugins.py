@@ -9,6 +9,7 @@ point that is not a valid method is left out with a line on stderr.
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -111,6 +112,10 @@ class Methods(Mapping[str, Method]):
                                    ("personalizer", row.personalizer, PERSONALIZERS)):
             if value not in known:
                 return f"has the {what} '{value}', expected one of {', '.join(known)}"
+        try:
+            inspect.signature(server.joined).bind(None, 2, 1)
+        except TypeError:
+            return "its server's joined takes other arguments than (state, members, new)"
         try:
             own_steps(row, row.hyper())
         except Exception as error:  # hyper-parameters are the package's code

@@ -175,7 +175,11 @@ def test_a_model_that_mixes_its_samples_takes_as_many_in_a_pass_as_torch() -> No
 
 
 def test_a_body_that_stays_embeds_few_samples_at_a_time() -> None:
-    assert in_a_pass("mlp", "embedding/number") == in_a_pass("lstm", "embedding/number") == 2
+    assert in_a_pass("mlp", "constant/embedding") == in_a_pass("lstm", "constant/embedding") == 2
+
+
+def test_the_gate_reads_graphs_of_every_version() -> None:
+    assert PASS == "constant/pass", "what graphs have had from the first version on"
 
 
 def test_exporting_again_gives_the_same_bytes_and_says_nothing(

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from cloud_server.broker import mosquitto_config
 from cloud_server.broker.mosquitto_config import BrokerSetup
+from cloud_server.devices import devices
 from cloud_server.identity import fleet_certificates
 from cloud_server.identity.certificate_authority import Authority
 from cloud_server.identity.token_enrolment import enrolment_url, issue_token, make_token
@@ -299,6 +300,32 @@ def test_a_revoked_device_loses_its_certificate_and_its_tokens(enroller: Enrolle
     enroller.enrolments().revoke("d0", time.time() - 60)  # requested before, and heard late
     assert enroller.enrolments().certificate(again.id, signed_request(again, certificates.new_key()))
     assert "user d0" not in (folder / "acl").read_text()
+
+
+def test_devices_that_are_revoked_while_no_aggregator_runs_are_all_denied(enroller: Enroller) -> None:
+    for name in ("d0", "d1"):
+        made = enroller.token(name)
+        enroller.enrolments().certificate(made.id, signed_request(made, certificates.new_key()))
+    for name in ("d0", "d1"):
+        devices.revoke(enroller.fleet, name)
+    folder = enroller.fleet.folder / "mosquitto"
+    assert [f"user {name}\ntopic deny #" in (folder / "acl").read_text() for name in ("d0", "d1")] == [True, True]
+    assert len(list(x509.load_pem_x509_crl((folder / "crl.pem").read_bytes()))) == 2
+
+
+def test_a_list_that_was_not_written_is_written_when_the_device_asks_again(enroller: Enroller) -> None:
+    """The aggregator died between the certificate and the broker's lists."""
+    side = enroller.enrolments()
+    first, second = enroller.token("d0"), enroller.token("d0")
+    side.certificate(first.id, signed_request(first, certificates.new_key()))
+    again = signed_request(second, certificates.new_key())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side, "_publish_revocations", lambda: None)
+        side.certificate(second.id, again)
+    crl = enroller.fleet.folder / "mosquitto" / "crl.pem"
+    assert len(list(x509.load_pem_x509_crl(crl.read_bytes()))) == 0
+    side.certificate(second.id, again)
+    assert len(list(x509.load_pem_x509_crl(crl.read_bytes()))) == 1
 
 
 def test_the_ledger_keeps_no_secret_of_a_token(enroller: Enroller) -> None:

@@ -120,6 +120,8 @@ def test_falling_accuracy_is_that_of_the_same_devices(fleet: Fleet, ledger: Ledg
     assert kinds(fleet, ledger) == {}, "d2 was not evaluated before, and d3 is new"
     ledger.put(evaluation(30, "d0", 0.7), evaluation(30, "d1", 0.8))
     assert kinds(fleet, ledger)["accuracy"].text == "the devices' accuracy is 15.0 points below that of round 10"
+    ledger.put(Round(round=40, opened_at=NOW), evaluation(40, "d3", 0.0, new=True))
+    assert "accuracy" in kinds(fleet, ledger), "a new device that is evaluated first does not end it"
 
 
 @pytest.mark.usefixtures("running")

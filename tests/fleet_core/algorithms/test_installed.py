@@ -148,6 +148,12 @@ class OldClient(interface.ClientRule):
         return pending
 
 
+class OneByOne(interface.ServerRule):
+    """Written for the version before, which told of each device that joined."""
+
+    joined: Any = staticmethod(lambda state, members: state)
+
+
 class OldServer(interface.ServerRule):
     """Written for the version before, whose ``per_device`` was ``given`` and ``as_received`` was ``heard``."""
 
@@ -194,6 +200,7 @@ def test_a_method_that_defines_former_and_present_names_is_taken(monkeypatch: py
     ("name", "row", "why"),
     [
         ("mine", 7, "is of type int, expected Method"),
+        ("mine", replace(ROW, server=OneByOne()), "joined takes other arguments than (state, members, new)"),
         ("yours", ROW, "is named 'mine': give the entry point that name"),
         ("fedper", PRODUCT["fedper"], "has the name of one of the product's methods: use another"),
         ("Mine", replace(ROW, name="Mine"), "lower case"),
