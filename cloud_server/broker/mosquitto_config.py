@@ -25,7 +25,7 @@ OPERATORS = tuple(f".operator-{n}" for n in range(32))
 because a broker keeps one connection per name."""
 PORT, ENROLMENT_PORT = 8883, 8884
 # The largest packet is the largest that the aggregator and devices read (fleet_core.link.mqtt).
-# Retained messages are saved at a normal stop and every five minutes. Each save rewrites the whole store, and saving by
+# Retained messages are saved at a normal stop and every ten minutes. Each save rewrites the whole store, and saving by
 # changes counts every SUBSCRIBE as one: ten thousand devices that fetch a model would make hundreds of saves. The
 # aggregator publishes again what a killed broker lost. The queue has an explicit limit because with 0 (no limit)
 # mosquitto dropped messages.
@@ -33,7 +33,7 @@ PERSISTENCE = """\
 persistence true
 persistence_location {data}/
 autosave_on_changes false
-autosave_interval 300
+autosave_interval 600
 max_queued_messages 4000
 max_packet_size 8388608
 set_tcp_nodelay true
