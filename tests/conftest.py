@@ -34,7 +34,7 @@ def _use_memory() -> None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
         runs_programs = os.access(MEMORY, os.W_OK) and not about.f_flag & os.ST_NOEXEC
-        if runs_programs and min(about.f_bavail * about.f_frsize, available - ROOM_BYTES // 2) > ROOM_BYTES:
+        if runs_programs and about.f_bavail * about.f_frsize > ROOM_BYTES and available > 1.5 * ROOM_BYTES:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 

@@ -134,6 +134,12 @@ def access(fleet: str, denied: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def is_denied(folder: Path, device: str) -> bool:
+    """Whether the access list in ``folder`` denies the device everything."""
+    path = folder / "acl"
+    return path.exists() and f"\nuser {device}\ntopic deny #\n" in path.read_text(encoding="utf-8")
+
+
 def enrolment_access(fleet: str) -> str:
     """The access list of the enrolment port."""
     top = f"{ROOT}/{fleet}/en/%u"

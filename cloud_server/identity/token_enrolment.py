@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from cloud_server.broker import mosquitto_config
 from cloud_server.broker.mosquitto_config import address
 from cloud_server.identity import certificate_authority, fleet_certificates, token_authority
 from cloud_server.identity.audit_log import Recorder
@@ -79,13 +80,15 @@ class Enrolments:
         row = next((row for row in rows if row.public == public and row.revoked_at is None), None)
         if row is None:
             raise MessageError("the token was used before", where=token.id)
-        if self._revoked(token.device):  # the lists may not have been written since
+        if self._is_listed(token.device):  # the lists may not have been written since
             self._publish_revocations()
         return row.certificate
 
-    def _revoked(self, device: str) -> bool:
-        """Whether the device ever had a certificate that was revoked."""
-        return any(row.revoked_at is not None for row in self._ledger.rows(Certificate, device=device))
+    def _is_listed(self, device: str) -> bool:
+        """Whether the broker's lists are about the device: it ever had a certificate that was revoked, or it is denied
+        everything, as a device that was revoked before it had one."""
+        revoked = any(row.revoked_at is not None for row in self._ledger.rows(Certificate, device=device))
+        return revoked or mosquitto_config.is_denied(self._fleet.folder / "mosquitto", device)
 
     def _sign(self, token: Invitation, key: certificates.PublicKey, public: str) -> str:
         """Signs a new certificate, spends the token and revokes the device's earlier certificates."""
@@ -103,7 +106,7 @@ class Enrolments:
             self._admit(token.device)
         self._log(f"{token.device} has its certificate {row.serial[:16]}")
         self._audit.done("certificate", token.device, f"{row.serial} for token {token.id}")
-        if self._revoked(token.device):  # else the broker's lists do not change
+        if self._is_listed(token.device):  # else the broker's lists do not change
             self._publish_revocations()
         return text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.util
 import os
@@ -16,12 +17,15 @@ from pathlib import Path
 import pytest
 
 import cloud_server.broker.private_broker as broker_module
+from cloud_server.broker import mosquitto_config
 from cloud_server.broker.mosquitto_config import BrokerSetup
 from cloud_server.broker.private_broker import Broker, start_broker, start_secured
+from cloud_server.broker.requirements import PACKET_OVERHEAD_BYTES
+from cloud_server.records.fleet_settings import LinkSection
 from cloud_server.running import aggregator_process
 from fleet_core.base.errors import ConfigError, LinkError, StateError
 from fleet_core.link.interface import Connected, Message, Will
-from fleet_core.link.mqtt import MqttLink, parse_url
+from fleet_core.link.mqtt import MAX_INCOMING_BYTES, MqttLink, parse_url
 from tests.support.brokers import NEEDS_MOSQUITTO, RecordingLink, private_broker, refuses_connections, until
 from tests.support.paths import ROOT
 from tests.support.pki import fleet_without_model
@@ -378,3 +382,9 @@ def test_the_broker_dies_with_its_parent(tmp_path: Path, kind: str) -> None:
         parent.communicate()
         assert ended(sock)
     until(lambda: refuses_connections(port))
+
+
+def test_the_largest_chunk_fits_into_the_largest_packet_that_everyone_reads() -> None:
+    (chunk,) = (field for field in dataclasses.fields(LinkSection) if field.name == "chunk_bytes")
+    assert f"max_packet_size {MAX_INCOMING_BYTES}\n" in mosquitto_config.PERSISTENCE
+    assert chunk.metadata["max"] + PACKET_OVERHEAD_BYTES <= MAX_INCOMING_BYTES

@@ -328,6 +328,16 @@ def test_a_list_that_was_not_written_is_written_when_the_device_asks_again(enrol
     assert len(list(x509.load_pem_x509_crl(crl.read_bytes()))) == 1
 
 
+def test_a_device_that_was_revoked_before_it_had_a_certificate_may_join_later(enroller: Enroller) -> None:
+    enroller.ledger.put(Device(name="d0", status="revoked"))
+    enroller.enrolments().revoke("d0", time.time())
+    acl = enroller.fleet.folder / "mosquitto" / "acl"
+    assert "user d0\ntopic deny #" in acl.read_text()
+    made = enroller.token("d0")
+    enroller.enrolments().certificate(made.id, signed_request(made, certificates.new_key()))
+    assert "user d0" not in acl.read_text()
+
+
 def test_the_ledger_keeps_no_secret_of_a_token(enroller: Enroller) -> None:
     made = enroller.token("d0")
     (row,) = enroller.ledger.rows(Invitation)

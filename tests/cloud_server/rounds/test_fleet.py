@@ -1179,41 +1179,36 @@ def test_a_dead_device_holds_up_nobody(fleet):
     assert statuses(w, 3) == {"d0": "counted", "d1": "counted"}
 
 
-def test_a_device_that_falls_silent_at_work_holds_up_nobody(fleet):
-    """A power cut while training: no last will comes before the keepalive ends."""
-    faults = BrokerFaults()
-    w = fleet(rounds=2, broker=LoopbackBroker(faults=faults), fleet="deadline_s = 1000")
+def with_one_at_work(fleet, name: str):
+    """A fleet of two agents, and a third device that was heard at work a moment ago."""
+    w = fleet(rounds=2, broker=LoopbackBroker(faults=BrokerFaults()), fleet="deadline_s = 1000")
     w.start_server()
     for n in range(2):
         w.start_agent(f"d{n}", toy(n))
-    fake = FakeDevice(w, "cut")
+    fake = FakeDevice(w, name)
     fake.announce()
     assert w.pump(lambda: opened(w, 1))
     fake.announce(beat=True, ph="train")
     w.step(0)
+    return w
+
+
+def test_a_device_that_falls_silent_at_work_holds_up_nobody(fleet):
+    """A power cut while training: no last will comes before the keepalive ends."""
+    w = with_one_at_work(fleet, "cut")
     heard = w.clock.seconds
     assert w.pump(lambda: w.closed() == 1, tick_s=TICK_S)
     assert SILENT_S <= w.clock.seconds - heard <= 5
 
 
 def test_the_aggregators_own_long_work_makes_nobody_silent(fleet, monkeypatch):
-    broker = LoopbackBroker(faults=BrokerFaults())
-    w = fleet(rounds=2, broker=broker, fleet="deadline_s = 1000")
-    w.start_server()
-    for n in range(2):
-        w.start_agent(f"d{n}", toy(n))
-    fake = FakeDevice(w, "busy")
-    fake.announce()
-    assert w.pump(lambda: opened(w, 1))
-    fake.announce(beat=True, ph="train")
-    w.step(0)
-    requests = w.server._requests
+    w = with_one_at_work(fleet, "busy")
 
     def long_work() -> None:
         w.clock.seconds += 2 * SILENT_S
 
     with monkeypatch.context() as patch:
-        patch.setattr(requests, "tick", long_work)
+        patch.setattr(w.server._requests, "tick", long_work)
         w.server.step(0)
     members = w.server._members
     assert members.alive("busy"), "what it sent in the meantime is not read yet"
